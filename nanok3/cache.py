@@ -1,0 +1,245 @@
+"""What the model keeps between steps: latent pages and KDA states, who owns them, and snapshots.
+
+MLA layers keep one row of `kv_lora_rank + qk_rope_head_dim` values a token, in blocks of
+`block_size` tokens that a request's block table lists. KDA layers keep one state of fixed size a
+request, in a slot. Block 0 and slot 0 are trash: padding writes there and nobody reads it.
+
+A `Snapshot` is everything that a request had cached at one position, all or nothing: its blocks
+and a copy of its KDA state. Knows nothing of the model, of text or of scheduling.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanok3.config import ModelConfig
+
+TRASH = 0
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The tensors; a layer's row is its place in `config.kda_layer_ids` or `mla_layer_ids`."""
+
+    conv_state: Tensor  # [KDA layers, slots, taps - 1, q|k|v channels], inputs of the convolution
+    state: Tensor  # [KDA layers, slots, H, Dk, Dv] f32
+    latent: Tensor  # [MLA layers, blocks * block_size, L + Dr]
+
+
+def allocate_cache(
+    config: ModelConfig,
+    num_slots: int,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: str,
+) -> Cache:
+    """Uninitialised: a slot is cleared when it is given out, a latent row is written before it is
+    read."""
+    kda = config.linear_attn_config
+    layers, heads, dim = len(config.kda_layer_ids), kda.num_heads, kda.head_dim
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    conv = (layers, num_slots, kda.short_conv_kernel_size - 1, 3 * kda.width)
+    latent = (len(config.mla_layer_ids), num_blocks * block_size, config.latent_width)
+    return Cache(
+        conv_state=torch.empty(conv, dtype=dtype, device=device),
+        state=torch.empty(layers, num_slots, heads, dim, dim, dtype=wide, device=device),
+        latent=torch.empty(latent, dtype=dtype, device=device),
+    )
+
+
+class Pool:
+    """Hands out the numbers 1..size-1 with a count of holders each; 0 is trash and stays here."""
+
+    def __init__(self, size: int) -> None:
+        self._free = list(range(size - 1, TRASH, -1))
+        self._holders = [0] * size
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are to give."""
+        return len(self._holders) - 1
+
+    def take(self, count: int) -> list[int]:
+        assert count <= self.num_free, "the caller checks num_free"
+        taken = [self._free.pop() for _ in range(count)]
+        for number in taken:
+            assert self._holders[number] == 0
+            self._holders[number] = 1
+        return taken
+
+    def hold(self, numbers: list[int]) -> None:
+        """One more holder of numbers that have one already."""
+        for number in numbers:
+            assert self._holders[number] > 0
+            self._holders[number] += 1
+
+    def release(self, numbers: list[int]) -> list[int]:
+        """One holder less; returns the numbers that nobody holds any more."""
+        freed = []
+        for number in numbers:
+            assert self._holders[number] > 0, f"{number} is released twice"
+            self._holders[number] -= 1
+            if self._holders[number] == 0:
+                freed.append(number)
+        self._free.extend(freed)
+        return freed
+
+    def num_held_only_by(self, holders: Counter[int]) -> int:
+        """How many numbers have these holders (number -> how many) and no others."""
+        return sum(self._holders[number] == count for number, count in holders.items())
+
+    def audit(self, holders: Counter[int]) -> None:
+        """Debug: these are all the holders there are, and what has none is free."""
+        for number, count in enumerate(self._holders):
+            assert count == holders[number], f"{number}: {count} holders, not {holders[number]}"
+        unheld = [n for n, count in enumerate(self._holders) if n != TRASH and not count]
+        assert sorted(self._free) == unheld, "what is free and what is unheld differ"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A request's caches after `token_ids`, to go on from."""
+
+    token_ids: tuple[int, ...]
+    blocks: list[int]  # held; the last one may be part full
+    conv_state: Tensor  # [KDA layers, taps - 1, channels]
+    state: Tensor  # [KDA layers, H, Dk, Dv]
+
+
+class CacheManager:
+    """The cache's tensors, its pools and its snapshots: the only place that gives and takes."""
+
+    def __init__(
+        self, cache: Cache, block_size: int, max_snapshots: int, poison: bool = False
+    ) -> None:
+        self.cache = cache
+        self.block_size = block_size
+        self.slots = Pool(cache.state.shape[1])
+        self.blocks = Pool(cache.latent.shape[1] // block_size)
+        self.max_snapshots = max_snapshots
+        self.poison = poison  # debug: what was freed becomes NaN
+        self.snapshots: list[Snapshot] = []  # oldest use first
+        if poison:
+            for tensor in (cache.conv_state, cache.state, cache.latent):
+                tensor.fill_(float("nan"))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, token_ids: list[int], max_tokens: int) -> tuple[int, list[int], int] | None:
+        """Room for a request of at most `max_tokens` tokens that begins with `token_ids`.
+
+        Returns (slot, blocks, how many of the tokens are cached already), or None while there is
+        no room. Reuses the longest snapshot that is a proper prefix; drops old snapshots for room,
+        none while that would not make enough.
+        """
+        if not self.slots.num_free:
+            return None
+        found, shared = self._longest_prefix(token_ids), 0
+        needed = self.blocks_for(max_tokens)
+        if found is not None:
+            shared = len(found.token_ids) // self.block_size
+            if not self._has_room(needed - shared, keep=found):
+                found, shared = None, 0  # rather computed again than never
+        needed -= shared
+        if not self._has_room(needed, keep=found):
+            return None
+        while self.blocks.num_free < needed:
+            self.drop(next(s for s in self.snapshots if s is not found))
+        fresh, (slot,) = self.blocks.take(needed), self.slots.take(1)
+        if found is None:
+            self._clear(slot)
+            return slot, fresh, 0
+        self._touch(found)
+        blocks = found.blocks[:shared]
+        self.blocks.hold(blocks)
+        cached = len(found.token_ids)
+        part = cached - shared * self.block_size
+        if part:  # rows of a part-full block are copied: two requests may go on from here
+            self._copy_rows(found.blocks[shared], fresh[0], part)
+        self.cache.conv_state[:, slot] = found.conv_state
+        self.cache.state[:, slot] = found.state
+        return slot, blocks + fresh, cached
+
+    def release(self, slot: int, blocks: list[int]) -> None:
+        self.slots.release([slot])
+        freed = self.blocks.release(blocks)
+        if self.poison:
+            self.cache.conv_state[:, slot] = float("nan")
+            self.cache.state[:, slot] = float("nan")
+            for block in freed:
+                self._block(block).fill_(float("nan"))
+
+    def snapshot(self, token_ids: list[int], slot: int, blocks: list[int]) -> None:
+        """Keep what a request has cached, exactly `token_ids`; the oldest snapshot makes room."""
+        ids = tuple(token_ids)
+        if not ids or self.max_snapshots == 0 or any(s.token_ids == ids for s in self.snapshots):
+            return
+        while len(self.snapshots) >= self.max_snapshots:
+            self.drop(self.snapshots[0])
+        used = blocks[: self.blocks_for(len(ids))]
+        self.blocks.hold(used)
+        conv_state, state = (
+            self.cache.conv_state[:, slot].clone(),
+            self.cache.state[:, slot].clone(),
+        )
+        self.snapshots.append(Snapshot(ids, used, conv_state, state))
+
+    def drop(self, snapshot: Snapshot) -> None:
+        self.snapshots = [s for s in self.snapshots if s is not snapshot]
+        freed = self.blocks.release(snapshot.blocks)
+        if self.poison:
+            for block in freed:
+                self._block(block).fill_(float("nan"))
+
+    def forget(self, token_ids: list[int]) -> None:
+        """Drops every snapshot that these ids begin with: what they made of it is not to be
+        trusted."""
+        for snapshot in [s for s in self.snapshots if _begins(token_ids, s)]:
+            self.drop(snapshot)
+
+    def audit(self, requests: list[tuple[int, list[int]]]) -> None:
+        """Debug: every slot and block belongs to these requests (slot, blocks) or to a snapshot as
+        the pools say, and trash to nobody."""
+        self.slots.audit(Counter(slot for slot, _ in requests))
+        owners = [blocks for _, blocks in requests] + [s.blocks for s in self.snapshots]
+        self.blocks.audit(Counter(block for blocks in owners for block in blocks))
+
+    def _longest_prefix(self, token_ids: list[int]) -> Snapshot | None:
+        """Of the snapshots that leave at least one token to compute, the longest that agrees."""
+        proper = (s for s in self.snapshots if len(s.token_ids) < len(token_ids))
+        agreeing = [s for s in proper if _begins(token_ids, s)]
+        return max(agreeing, key=lambda s: len(s.token_ids), default=None)
+
+    def _has_room(self, needed: int, keep: Snapshot | None) -> bool:
+        """Whether `needed` blocks are free, or would be without the snapshots other than `keep`."""
+        if self.blocks.num_free >= needed:
+            return True
+        droppable = Counter(b for s in self.snapshots if s is not keep for b in s.blocks)
+        return self.blocks.num_free + self.blocks.num_held_only_by(droppable) >= needed
+
+    def _touch(self, snapshot: Snapshot) -> None:
+        self.snapshots = [s for s in self.snapshots if s is not snapshot] + [snapshot]
+
+    def _clear(self, slot: int) -> None:
+        self.cache.conv_state[:, slot] = 0
+        self.cache.state[:, slot] = 0
+
+    def _block(self, block: int) -> Tensor:
+        return self.cache.latent[:, block * self.block_size : (block + 1) * self.block_size]
+
+    def _copy_rows(self, source: int, target: int, count: int) -> None:
+        self._block(target)[:, :count] = self._block(source)[:, :count]
+
+
+def _begins(token_ids: list[int], snapshot: Snapshot) -> bool:
+    return tuple(token_ids[: len(snapshot.token_ids)]) == snapshot.token_ids

@@ -1,0 +1,262 @@
+"""The command line: reads options, calls one function of `commands.py`, prints what went wrong.
+
+The only file that knows click. Results go to stdout, everything else to stderr. `commands.py`
+brings torch, so it is imported inside the functions: `--help` and wrong options do not wait for it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nanok3.console import (
+    OutputError,
+    TextError,
+    close_stdout,
+    decode_text,
+    note,
+    read_file,
+    read_stdin,
+)
+from nanok3.exits import DONE, EXIT_CODES, INTERRUPTED, OUTPUT, PIPE, REQUEST, Refused
+
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"{code:>5}  {text}" for code, text in EXIT_CODES.items())
+SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+FILE = click.Path(path_type=Path)
+WHERE = (
+    click.option(
+        "--model", type=FILE, metavar="DIR", help="A K3 checkpoint; else the packaged one."
+    ),
+    click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float64"]),
+        default="float32",
+        show_default=True,
+    ),
+)
+COMMON = (
+    *WHERE,
+    click.option("--max-tokens", type=int, help="Tokens of a reply, at most."),
+    click.option("--temperature", type=float, help="0 takes the likeliest token."),
+    click.option("--top-p", type=float),
+    click.option("--top-k", type=int),
+    click.option("--min-p", type=float),
+    click.option("--seed", type=int, help="The same seed gives the same reply."),
+    click.option("--presence-penalty", type=float),
+    click.option("--frequency-penalty", type=float),
+    click.option("--repetition-penalty", type=float),
+    click.option("--stop", multiple=True, help="A text that ends the reply; may come again."),
+    click.option("--thinking", type=click.Choice(["on", "off"]), help="Else on."),
+    click.option(
+        "--effort",
+        type=click.Choice(["low", "high", "max"]),
+        help="How much to think, else max; with --thinking off it means nothing.",
+    ),
+    click.option("--context", type=click.IntRange(1), help="Tokens of prompt and reply, at most."),
+    click.option("--requests", type=click.IntRange(1), help="How many run at once."),
+    click.option("--strict", is_flag=True, help="A reply never depends on its company; slower."),
+    click.option("--show-config", is_flag=True, help="Say what is in force, and from where."),
+)
+
+
+Command = Callable[..., int]
+
+
+def shared(options: Sequence[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+    """Adds options that several commands have; `read_options` makes a record of COMMON's."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.group(epilog=EPILOG)
+def cli() -> None:
+    """Kimi K3 on this machine.
+
+    An option goes before what a request says, that before the model's generation_config.json, and
+    that before what is built in.
+    """
+
+
+@cli.command(epilog=EPILOG)
+@shared(COMMON)
+def chat(**given: Any) -> int:
+    """Talk with the model. Ctrl-C stops an answer, a second one leaves."""
+    from nanok3 import commands
+
+    return commands.chat(commands.Options(**read_options(given)))
+
+
+@cli.command(epilog=EPILOG)
+@click.argument("prompt", required=False)
+@click.option("--file", type=FILE, help="Holds the prompt.")
+@click.option("--messages", type=FILE, help="Holds a JSON list of messages.")
+@click.option("--tools", type=FILE, help="Holds a JSON list of tools in OpenAI's form.")
+@click.option("--show-thinking", is_flag=True, help="On stderr.")
+@click.option("--json", "as_json", is_flag=True, help="The whole result as one JSON object.")
+@shared(COMMON)
+def generate(
+    prompt: str | None,
+    file: Path | None,
+    messages: Path | None,
+    tools: Path | None,
+    show_thinking: bool,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Reply once, to PROMPT, a file, or stdin if PROMPT is - or left out.
+
+    The text goes to stdout while it comes, and each tool call as a line of JSON.
+    """
+    if sum(source is not None for source in (prompt, file, messages)) > 1:
+        raise click.UsageError("give one of PROMPT, --file and --messages")
+    from_stdin = prompt == "-" or (prompt is None and file is None and messages is None)
+    if prompt is None and from_stdin and sys.stdin.isatty():
+        raise click.UsageError("no prompt: give PROMPT, --file, --messages or text on stdin")
+    text = ""
+    if from_stdin:
+        text = read_stdin()
+    elif file is not None:
+        text = read_file(file)
+    elif prompt is not None:  # the system's arguments may hold any bytes
+        text = decode_text(prompt.encode("utf-8", "surrogateescape"), "the prompt")
+
+    from nanok3 import commands
+
+    return commands.generate(
+        commands.Options(**read_options(given)),
+        text if messages is None else commands.read_json_list(messages, "messages"),
+        tools=None if tools is None else commands.read_json_list(tools, "tools"),
+        show_thinking=show_thinking,
+        as_json=as_json,
+    )
+
+
+@cli.command(epilog=EPILOG)
+@click.argument("source", metavar="IN.jsonl")
+@click.argument("target", metavar="OUT.jsonl")
+@click.option("--resume", is_flag=True, help="Go on with the OUT.jsonl of a run that was cut off.")
+@shared(COMMON)
+def batch(source: str, target: str, resume: bool, **given: Any) -> int:
+    """Answer every line of IN.jsonl, in order; - is stdin or stdout.
+
+    A line is {"prompt": ...}, {"messages": ...} or OpenAI's batch form, each with the options of a
+    chat completion. A line that cannot be answered gets a record that says why.
+    """
+    from nanok3 import commands
+
+    options = commands.Options(**read_options(given))
+    return commands.batch(options, source, target, resume=resume)
+
+
+@cli.group(no_args_is_help=False)
+def bench() -> None:
+    """Measure speed, after checking values."""
+
+
+@bench.command("decode", epilog=EPILOG)
+@shared(WHERE)
+@click.option(
+    "--requests",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 8),
+    show_default=True,
+    help="How many run at once; give it again for each batch size.",
+)
+@click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--decode-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Only the line of JSON that comes last.")
+def bench_decode(
+    model: Path | None,
+    device: str,
+    dtype: str,
+    requests: tuple[int, ...],
+    prompt_tokens: int,
+    decode_tokens: int,
+    repeats: int,
+    as_json: bool,
+) -> int:
+    """Tokens a second while requests decode, and the share of the memory's speed."""
+    from nanok3 import commands
+
+    return commands.bench_decode(
+        model,
+        device,
+        dtype,
+        requests=requests,
+        prompt_tokens=prompt_tokens,
+        decode_tokens=decode_tokens,
+        repeats=repeats,
+        as_json=as_json,
+    )
+
+
+def read_options(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `commands.Options` from the values of COMMON's options."""
+    sampling = {name: given[name] for name in SAMPLING if given[name] is not None}
+    if given["stop"]:
+        sampling["stop"] = given["stop"]
+    thinking = None if given["thinking"] is None else given["thinking"] == "on"
+    others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "show_config")
+    return {"sampling": sampling, "thinking": thinking} | {name: given[name] for name in others}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of a command line; an error is a sentence on stderr."""
+    code, message = DONE, ""
+    try:
+        with cli.make_context("nanok3", list(arguments) or ["--help"]) as context:
+            code = cli.invoke(context)
+    except click.exceptions.Exit as error:  # --help
+        code = error.exit_code
+    except click.ClickException as error:
+        code, message = error.exit_code, error.format_message()
+    except Refused as error:
+        code, message = error.code, str(error)
+    except TextError as error:
+        code, message = REQUEST, str(error)
+    except OutputError as error:
+        code, message = OUTPUT, str(error)
+    except BrokenPipeError:
+        code = PIPE
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code in (OUTPUT, PIPE):
+        close_stdout()
+    if message:
+        note(f"nanok3: {message}")
+    return code
+
+
+def main() -> None:
+    # A stream that the shell closed is None. Nothing on stdin is fine, nowhere for notes too.
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115, open to the end
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        note("nanok3: stdout is closed, and results go there")
+        sys.exit(OUTPUT)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the terminal lacks is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What the commands do once their options are read: load a model, run it, say how it went.
+
+Every function returns an exit code or raises Refused, OutputError or TextError; `cli.py` reads
+options and prints errors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanok3 import bench
+from nanok3.batch import InputError, Overrides, check_paths, run_batch
+from nanok3.chat_session import ChatSession, follow
+from nanok3.checkpoint import CheckpointError
+from nanok3.config import EngineConfig, load_config
+from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
+from nanok3.engine import DEFAULT_MAX_TOKENS, Engine, RequestError
+from nanok3.exits import DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
+from nanok3.progress import ProgressLine
+from nanok3.sampling import SamplingParams
+
+PACKAGED_MODEL = Path(__file__).parent / "models" / "k3_mini"
+LONG_CONTEXT = 32768  # tokens that a single conversation has room for, where the model allows it
+
+MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What chat, generate and batch have in common; None where the person said nothing."""
+
+    model: Path | None
+    device: str
+    dtype: str
+    sampling: dict[str, Any]  # fields of SamplingParams, only those that were given
+    thinking: bool | None
+    effort: str | None
+    context: int | None  # tokens of prompt and reply
+    requests: int | None  # at once
+    strict: bool
+    show_config: bool
+
+    @property
+    def model_dir(self) -> Path:
+        return self.model or PACKAGED_MODEL
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.thinking is not False
+
+
+def chat(options: Options) -> int:
+    engine = load(options, is_single=True)
+    effort = options.effort or "max"
+    note(
+        f"{options.model_dir.name}, {options.dtype} on {options.device}, room for "
+        f"{engine.max_context} tokens, "
+        + (f"thinking on, effort {effort}" if options.is_thinking else "thinking off")
+        + "; /help"
+    )
+    params = engine.sampling(**options.sampling)
+    session = ChatSession(engine, params, thinking=options.is_thinking, effort=effort)
+    try:
+        return DONE if session.run() else INTERRUPTED
+    except RequestError as error:
+        raise Refused(REQUEST, str(error)) from error
+
+
+def generate(
+    options: Options,
+    prompt: str | list[Any],
+    *,
+    tools: list[Any] | None,
+    show_thinking: bool,
+    as_json: bool,
+) -> int:
+    engine = load(options, is_single=True)
+    with Interrupts() as interrupts:
+        try:
+            request = engine.submit(
+                prompt,
+                engine.sampling(**options.sampling),
+                tools=tools,
+                thinking=options.is_thinking,
+                thinking_effort=options.effort or "max",
+            )
+        except RequestError as error:
+            raise Refused(REQUEST, str(error)) from error
+        result = follow(engine, request, None if as_json else Printer(show_thinking), interrupts)
+    if as_json:
+        write_out(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+    for warning in result.warnings:
+        note(f"nanok3: {warning}")
+    if result.finish_reason == "length":
+        note(f"nanok3: cut off after {result.usage.completion_tokens} tokens; see --max-tokens")
+    if result.error is not None:
+        raise Refused(FAILED, f"the reply ended early: {result.error}")
+    return INTERRUPTED if result.finish_reason == "cancelled" else DONE
+
+
+def batch(options: Options, source: str, target: str, *, resume: bool) -> int:
+    try:
+        check_paths(source, target, resume)
+        engine = load(options, is_single=False)
+        with Interrupts() as interrupts:
+            counts = run_batch(
+                engine,
+                source,
+                target,
+                model=options.model_dir.name,
+                overrides=Overrides(options.sampling, options.thinking, options.effort),
+                resume=resume,
+                should_stop=lambda: interrupts.count > 0,
+            )
+    except InputError as error:
+        raise Refused(USAGE, str(error)) from error
+    if counts.interrupted:
+        raise Refused(INTERRUPTED, f"interrupted after {counts.done} lines; --resume goes on")
+    return PARTIAL if counts.failed else DONE
+
+
+def bench_decode(
+    model: Path | None,
+    device: str,
+    dtype: str,
+    *,
+    requests: tuple[int, ...],
+    prompt_tokens: int,
+    decode_tokens: int,
+    repeats: int,
+    as_json: bool,
+) -> int:
+    _check_device(device)
+    model_dir = model or PACKAGED_MODEL
+    try:
+        with _model_refused(model_dir):
+            report = bench.bench_decode(
+                EngineConfig(device=device, dtype=dtype),
+                model_dir,
+                requests,
+                prompt_tokens=prompt_tokens,
+                decode_tokens=decode_tokens,
+                repeats=repeats,
+            )
+    except bench.CheckFailed as error:
+        raise Refused(FAILED, f"no speed is reported: {error}") from error
+    write_out(("" if as_json else report.table() + "\n") + report.json() + "\n")
+    return DONE
+
+
+def read_json_list(path: Path, what: str) -> list[Any]:
+    """A list of objects, as tools and messages are."""
+    value = parse_json(read_file(path), str(path))
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Refused(REQUEST, f"{path} must hold a JSON list of {what}, each an object")
+    if not value:
+        raise Refused(REQUEST, f"{path} holds no {what}; give at least one")
+    return value
+
+
+def load(options: Options, *, is_single: bool) -> Engine:
+    """The engine, or Refused. `is_single`: one request at a time, with all the room it can use."""
+    if problems := SamplingParams(**options.sampling).problems():
+        raise Refused(USAGE, "; ".join(problems))
+    _check_device(options.device)
+    with _model_refused(options.model_dir):
+        engine = Engine.load(
+            options.model_dir,
+            device=options.device,
+            dtype=options.dtype,
+            settings=_settings(options, is_single),
+            progress=ProgressLine("loading"),
+        )
+    if options.show_config:
+        for line in config_lines(engine, options):
+            note(line)
+    return engine
+
+
+@contextmanager
+def _model_refused(model_dir: Path) -> Iterator[None]:
+    """What loading raises becomes Refused: a line where one thing is wrong, else a line a thing."""
+    try:
+        yield
+    except CheckpointError as error:
+        problems = error.problems[:MAX_PROBLEMS]
+        if len(problems) < len(error.problems):
+            problems = [*problems, f"... and {len(error.problems) - len(problems)} more"]
+        raise Refused(MODEL, f"{model_dir}: " + "\n  ".join(problems)) from error
+    except (ValueError, OSError) as error:
+        raise Refused(MODEL, str(error)) from error
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        message = f"{model_dir}: no memory for it; lower --context or --requests"
+        raise Refused(MODEL, message) from error
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    found = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if found is None:
+        raise Refused(USAGE, f"--device must be cpu, cuda or cuda:N, not {device!r}")
+    count = torch.cuda.device_count()
+    if int(found[1] or 0) >= count:
+        raise Refused(USAGE, f"--device {device}: this machine has {count} CUDA devices")
+
+
+def _settings(options: Options, is_single: bool) -> EngineConfig:
+    """The engine's settings; ValueError if this model cannot have that context."""
+    base = EngineConfig()
+    num_reqs = options.requests or (1 if is_single else base.max_num_reqs)
+    num_blocks = None
+    if (options.context or is_single) and options.model_dir.is_dir():
+        longest = load_config(options.model_dir).max_position_embeddings
+        context = options.context or min(LONG_CONTEXT, longest)
+        if context > longest:
+            raise Refused(USAGE, f"--context {context}: this model reads at most {longest} tokens")
+        # One more for the part-full block of each snapshot.
+        num_blocks = num_reqs * -(-context // base.block_size) + base.num_snapshots
+    return EngineConfig(max_num_reqs=num_reqs, num_blocks=num_blocks, strict=options.strict)
+
+
+def config_lines(engine: Engine, options: Options) -> list[str]:
+    """What is in force and where it comes from; a line of a batch may say otherwise."""
+    params = engine.sampling(**options.sampling)
+    lines = [
+        f"thinking {'on' if options.is_thinking else 'off'} "
+        f"({'built in' if options.thinking is None else 'command line'})",
+    ]
+    if options.is_thinking:
+        origin = "command line" if options.effort else "built in"
+        lines.append(f"effort {options.effort or 'max'} ({origin})")
+    for name, value in asdict(params).items():
+        origin = "built in"
+        if name in options.sampling:
+            origin = "command line"
+        elif getattr(engine.defaults, name, None) is not None:
+            origin = "generation_config.json"
+        if name == "max_tokens" and value is None:
+            value = DEFAULT_MAX_TOKENS
+        lines.append(f"{name} {value} ({origin})")
+    return lines

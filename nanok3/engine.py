@@ -1,0 +1,474 @@
+"""From prompts to replies: `Engine.load`, `engine.generate` (and `stream`), `engine.logits`.
+
+A step admits waiting requests, runs one chunk of one request's prompt, then one row of every
+request whose prompt is done, and hands out the sampled ids. Many requests run at once; `submit` and
+`step` are what `generate`, `stream` and the batch command are made of.
+
+In strict mode rows are computed one by one, so that a request's bits never depend on its company
+or on how its prompt was cut. Otherwise rows share products and the last bits may differ.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanok3 import model
+from nanok3.cache import TRASH, Cache, CacheManager, allocate_cache
+from nanok3.channels import STOP_TOKENS
+from nanok3.chat import render
+from nanok3.checkpoint import Checkpoint
+from nanok3.config import (
+    EngineConfig,
+    GenerationDefaults,
+    ModelConfig,
+    load_config,
+    load_generation_defaults,
+)
+from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
+from nanok3.progress import Progress
+from nanok3.reply import Event
+from nanok3.request import Request, Result, TokenLogprob
+from nanok3.sampling import SamplingParams, rows_of, sample
+from nanok3.step import Buffers, Step, allocate_buffers, rows
+from nanok3.tokenizer import RANK_FILE, Tokenizer
+from nanok3.weights import Filler, Weights, build, expected_tensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DEFAULT_MAX_TOKENS = 1024
+DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served, whatever else runs; the message says why."""
+
+
+class Engine:
+    """A loaded model, its caches and the requests that run."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        tokenizer: Tokenizer | None,
+        settings: EngineConfig,
+        defaults: GenerationDefaults,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.defaults = defaults
+        self._weights = weights
+        dtype, device = DTYPES[settings.dtype], settings.device
+        per_request = -(
+            -min(DEFAULT_CONTEXT, config.max_position_embeddings) // settings.block_size
+        )
+        num_blocks = settings.num_blocks or settings.max_num_reqs * per_request
+        cache = allocate_cache(  # one slot and one block more than anyone gets: trash
+            config, settings.max_num_reqs + 1, num_blocks + 1, settings.block_size, dtype, device
+        )
+        self._manager = CacheManager(
+            cache, settings.block_size, settings.num_snapshots, settings.debug
+        )
+        max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
+        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
+        if settings.debug:  # an op that reads what nobody wrote shows up as NaN
+            for tensor in vars(self._buffers).values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        settings: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """The model of a checkpoint directory, ready to run.
+
+        path: a directory in the official layout (config.json, index, shards, tiktoken.model).
+        dtype: "float32", "bfloat16" or "float64", of weights and activations.
+        settings: everything else; its device and dtype give way to the arguments.
+        Raises FileNotFoundError, ConfigError, CheckpointError or ValueError, with every reason at
+        once, before a weight is read. Without a tokenizer file only prompts of ids can be served.
+        """
+        path = Path(path)
+        settings = replace(settings or EngineConfig(), device=device, dtype=dtype)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such directory; name one that holds a K3 checkpoint"
+            )
+        config = load_config(path)
+        if problems := settings.problems(config):
+            raise ValueError("\n".join(problems))
+        defaults = load_generation_defaults(path)
+        tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
+        if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"{path / RANK_FILE} has {tokenizer.vocab_size} ids with the specials, config.json "
+                f"a vocab_size of {config.vocab_size}; take both from the same checkpoint"
+            )
+        tables = {form: expected_tensors(config, form) for form in ("mxfp4", "bf16")}
+        drafts_from = config.num_hidden_layers if config.num_nextn_predict_layers else None
+        checkpoint = Checkpoint.open(path, tables, skip_layers_from=drafts_from)
+        filler = Filler(config, DTYPES[dtype], device)
+        names = checkpoint.in_file_order(checkpoint.specs)
+        checkpoint.load(names, filler.take, progress=progress)
+        fields = filler.finish()
+        return cls(config, build(config, fields.__getitem__), tokenizer, settings, defaults)
+
+    # ---- public: prompts in, results out ----
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        thinking_effort: str | None = "max",
+        tool_choice: str | None = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """One reply, when it is whole.
+
+        prompt: a text (one user message), messages in the OpenAI form, or ids (taken as they are;
+        the reply is then plain text). params: `self.sampling()` gives the checkpoint's defaults.
+        Raises RequestError where the request can never be served.
+        """
+        request = self.submit(
+            prompt,
+            params,
+            tools=tools,
+            thinking=thinking,
+            thinking_effort=thinking_effort,
+            tool_choice=tool_choice,
+            response_format=response_format,
+        )
+        try:
+            self.run([request])
+        finally:  # Ctrl-C, say
+            self.cancel(request)
+        return request.result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        thinking_effort: str | None = "max",
+        tool_choice: str | None = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> Iterator[Event | Result]:
+        """The same as events (`nanok3.reply`) while they come, and the `Result` last.
+
+        Leaving the loop early cancels the request.
+        """
+        request = self.submit(
+            prompt,
+            params,
+            tools=tools,
+            thinking=thinking,
+            thinking_effort=thinking_effort,
+            tool_choice=tool_choice,
+            response_format=response_format,
+        )
+        try:
+            while not request.done:
+                self.step()
+                yield from request.take_events()
+            yield from request.take_events()  # it may have ended in a step of another's loop
+            yield request.result()
+        finally:
+            self.cancel(request)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits [len, V] f32 (f64 in float64) after each of `token_ids`, computed on their own.
+
+        Raises RequestError for no ids, an id outside the vocabulary, or more than the cache holds.
+        """
+        ids = list(token_ids)
+        self._check_ids(ids, self.max_context)
+        request = Request(ids, SamplingParams(), frozenset(), 1, None, None)
+        taken = self._manager.admit([], len(ids))
+        if taken is None:
+            raise RequestError("no room in the cache for these ids while other requests run")
+        request.slot, request.blocks, _ = taken
+        try:
+            parts = []
+            while request.num_pending:
+                parts.append(self._prefill(request, request.num_pending, with_logits=True))
+            return torch.cat(parts)
+        finally:
+            self._manager.release(request.slot, request.blocks)
+
+    def sampling(self, **options: Any) -> SamplingParams:
+        """SamplingParams from `options`, then generation_config.json, then built-in defaults."""
+        proposed = {
+            name: getattr(self.defaults, name)
+            for name in ("temperature", "top_p", "top_k")
+            if getattr(self.defaults, name) is not None
+        }
+        return SamplingParams(**(proposed | options))
+
+    # ---- requests: the pieces that generate and batch are made of ----
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        thinking_effort: str | None = "max",
+        tool_choice: str | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        before: Sequence[int] = (),
+    ) -> Request:
+        """A request in the queue; `step` moves it on. Raises RequestError if it can never run.
+
+        before: ids of an earlier prompt and its reply. They stand for the beginning of the prompt
+        if that is what they spell, so that what the cache holds of them is found again.
+        """
+        params = params or self.sampling()
+        if problems := params.problems():
+            raise RequestError("; ".join(problems))
+        if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
+            kind = type(prompt).__name__
+            raise RequestError(f"a prompt must be text, a list of messages or of ids, not {kind}")
+        if isinstance(prompt, str) and not prompt.strip():
+            raise RequestError("the prompt is empty; give some text")
+        message = {"role": "user", "content": prompt}
+        items: list[Any] = [message] if isinstance(prompt, str) else list(prompt)
+        if all(type(item) is int for item in items):
+            ids, channel = items, None
+        else:
+            if self.tokenizer is None:
+                raise RequestError("this checkpoint has no tiktoken.model; give ids, not text")
+            try:
+                segments = render(
+                    items,
+                    tools,
+                    thinking=thinking,
+                    thinking_effort=thinking_effort,
+                    tool_choice=tool_choice,
+                    response_format=response_format,
+                )
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+            ids, channel = self.tokenizer.continue_segments(segments, before), thinking
+        request = self._request(ids, params, channel)
+        self._waiting.append(request)
+        return request
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Steps until all of these are done."""
+        while not all(request.done for request in requests):
+            self.step()
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request now; its partial output stays readable. Nothing happens if it is done."""
+        if request.done:
+            return
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finish("cancelled")
+        else:
+            self._retire(request, "cancelled")
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens, prompt and reply together, that one request may have."""
+        room = self._manager.blocks.size * self.settings.block_size
+        return min(self.config.max_position_embeddings, room)
+
+    def step(self) -> None:
+        """Admit, run one chunk of one prompt, run one row of every request that decodes."""
+        for request in [r for r in self._running if r.in_flight]:  # between two steps for ever
+            self._retire(request, "error", "the step that this request was in was interrupted")
+        self._admit()
+        if self.settings.debug:
+            self._manager.audit([(r.slot or TRASH, r.blocks) for r in self._running])
+        prefilling = next((r for r in self._running if r.num_pending > 1), None)
+        if prefilling is not None:
+            count = min(prefilling.num_pending - 1, self.settings.prefill_chunk)
+            self._prefill(prefilling, count, with_logits=False)
+            if prefilling.num_pending == 1:
+                self._keep(prefilling)
+        decoding = [r for r in self._running if r.num_pending == 1]
+        groups = [[r] for r in decoding] if self.settings.strict else [decoding] if decoding else []
+        for group in groups:
+            self._decode(group)
+
+    # ---- inside a step ----
+
+    def _request(self, ids: list[int], params: SamplingParams, thinking: bool | None) -> Request:
+        self._check_ids(ids, self.max_context - 1)  # and at least one for the reply
+        if self.tokenizer is None and params.stop:
+            raise RequestError("this checkpoint has no tiktoken.model; stop strings need its text")
+        room = self.max_context - len(ids)
+        max_tokens = min(params.max_tokens or DEFAULT_MAX_TOKENS, room)
+        ends = {self.config.eos_token_id, *self.defaults.eos_token_id, *params.stop_token_ids}
+        if self.tokenizer is not None:
+            ends |= {self.tokenizer.special_id(name) for name in STOP_TOKENS}
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        params = replace(params, seed=seed, stop_token_ids=tuple(sorted(ends)))
+        return Request(ids, params, frozenset(ends), max_tokens, self.tokenizer, thinking)
+
+    def _check_ids(self, ids: Sequence[int], most: int) -> None:
+        if not ids:
+            raise RequestError("the prompt has no tokens; give at least one")
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"id {token!r} is outside the vocabulary of {self.config.vocab_size}"
+                )
+        if len(ids) > most:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but there is room for {most} "
+                f"(max_context {self.max_context}); shorten it, or raise num_blocks (--context)"
+            )
+
+    def _admit(self) -> None:
+        while self._waiting:
+            request = self._waiting[0]
+            taken = self._manager.admit(request.ids, request.num_prompt + request.max_tokens)
+            if taken is None:
+                assert self._running, "submit refuses what an empty cache cannot hold"
+                return
+            request.slot, request.blocks, request.num_cached = taken
+            request.num_reused = request.num_cached
+            self._running.append(self._waiting.popleft())
+
+    def _prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
+        """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""
+        count = min(count, self.settings.prefill_chunk)
+        pieces = [1] * count if self.settings.strict else [count]
+        logits = []
+        for piece in pieces:
+            ops = REFERENCE if piece == 1 else PREFILL
+            buf = self._forward([request], piece, piece if with_logits else 0, ops)
+            if with_logits:
+                logits.append(buf.logits.clone())
+            request.num_cached += piece
+            request.in_flight = False
+        return torch.cat(logits) if with_logits else self._buffers.logits[:0]
+
+    def _forward(
+        self, requests: list[Request], num_rows: int, num_logit_rows: int, ops: Ops
+    ) -> Buffers:
+        """`num_rows` pending ids of each request through the model."""
+        size, device = self.settings.block_size, self.settings.device
+        positions = [r.num_cached + i for r in requests for i in range(num_rows)]
+        owners = [r for r in requests for _ in range(num_rows)]
+        columns = max(self._manager.blocks_for(r.num_cached + num_rows) for r in requests)
+
+        def ints(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        step = Step(
+            input_ids=ints([r.ids[p] for r, p in zip(owners, positions, strict=True)]),
+            positions=ints(positions),
+            slot_mapping=ints(
+                [
+                    r.blocks[p // size] * size + p % size
+                    for r, p in zip(owners, positions, strict=True)
+                ]
+            ),
+            block_table=ints([(r.blocks + [0] * columns)[:columns] for r in requests]),
+            state_slots=ints([r.slot for r in requests]),
+            logit_rows=ints(list(range(num_logit_rows))),
+            block_size=size,
+        )
+        buf = rows(self._buffers, len(positions), num_logit_rows)
+        for request in requests:
+            request.in_flight = True
+        with torch.inference_mode():
+            model.forward(self.config, self._weights, self._cache, step, buf, ops)
+        return buf
+
+    @property
+    def _cache(self) -> Cache:
+        return self._manager.cache
+
+    def _decode(self, requests: list[Request]) -> None:
+        """One row of each request, and the id that follows it."""
+        fast = self.settings.device == "cpu" and not self.settings.strict
+        buf = self._forward(requests, 1, len(requests), DECODE if fast else REFERENCE)
+        for request in requests:
+            request.num_cached += 1
+        params = [r.params for r in requests]
+        options = rows_of(params, self.settings.device)
+        positions = torch.tensor([len(r.ids) for r in requests], device=self.settings.device)
+        counts = seen = None
+        if options.uses_counts:
+            counts, seen = self._counts(requests)
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        with torch.inference_mode():
+            sampled = sample(
+                buf.logits, options, positions, counts, seen, max(wanted) if wanted else None
+            )
+        ids, finite = sampled.ids.tolist(), buf.logits.isfinite().all(-1).tolist()
+        for i, request in enumerate(requests):
+            if not finite[i]:
+                self._retire(request, "error", "the model's logits are not finite")
+                self._manager.forget(request.ids)
+                continue
+            if ids[i] < 0:
+                self._retire(request, "error", "min_tokens and the stop ids leave no id to draw")
+                continue
+            if sampled.logprobs is not None and request.params.logprobs is not None:
+                n = request.params.logprobs
+                top_ids = sampled.logprobs.top_ids[i, :n].tolist()
+                top = tuple(zip(top_ids, sampled.logprobs.top[i, :n].tolist(), strict=True))
+                chosen = float(sampled.logprobs.chosen[i])
+                request.logprobs.append(TokenLogprob(ids[i], chosen, top))
+            request.take(ids[i])
+            request.in_flight = False
+            if request.finish_reason is not None:
+                self._retire(request, request.finish_reason)
+
+    def _counts(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
+        """Output counts [R, V] i64 and whether an id stands in the prompt [R, V]."""
+        vocab, device = self.config.vocab_size, self.settings.device
+        counts = torch.zeros(len(requests), vocab, dtype=torch.int64, device=device)
+        seen = torch.zeros(len(requests), vocab, dtype=torch.bool, device=device)
+        for i, r in enumerate(requests):
+            output = torch.tensor(r.ids[r.num_prompt :], dtype=torch.int64, device=device)
+            counts[i] = torch.bincount(output, minlength=vocab)
+            seen[i, r.ids[: r.num_prompt]] = True
+        return counts, seen
+
+    def _retire(self, request: Request, reason: str, error: str | None = None) -> None:
+        request.finish(reason, error)
+        self._running.remove(request)
+        # Only what a finite row of logits has vouched for: not the half of a prompt.
+        if request.finish_reason != "error" and not request.in_flight and request.num_pending == 1:
+            self._keep(request)
+        assert request.slot is not None
+        self._manager.release(request.slot, request.blocks)
+        request.slot, request.blocks = None, []
+
+    def _keep(self, request: Request) -> None:
+        """A snapshot to go on from, of exactly what is cached."""
+        assert request.slot is not None
+        self._manager.snapshot(request.ids[: request.num_cached], request.slot, request.blocks)

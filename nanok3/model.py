@@ -1,0 +1,124 @@
+"""Kimi K3, once: which op is called on which buffers, in which order.
+
+Read it downwards: `forward` -> `kda_layer` or `mla_layer` -> `dense_mlp` or `latent_moe` -> `head`.
+Every line is one call `ops.<name>(inputs, weights, out=...)`; what a call does is the reading of
+`ops.py` that was passed in, and its formula stands in `nanok3/reference/<op>.py`. No branch on
+data; the only loop is over layers.
+
+A token's AttnRes streams: `streams[0]` is the embedding, `streams[b + 1]` the running sum of block
+b. A sub-layer leaves its output in `delta`; the next `attn_res` adds it to the running sum, mixes
+the streams seen so far and normalises. The first sum of a block starts `fresh`, from its delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nanok3.cache import Cache
+from nanok3.config import ModelConfig
+from nanok3.ops import Ops
+from nanok3.step import Buffers, Step
+from nanok3.weights import DenseWeights, LayerWeights, MoEWeights, Weights
+
+
+def forward(
+    config: ModelConfig, w: Weights, cache: Cache, step: Step, buf: Buffers, ops: Ops
+) -> None:
+    """Tokens of `step` -> `buf.logits`; the caches hold these tokens afterwards."""
+    block = config.attn_res_block_size
+    ops.embed(step.input_ids, w.embed, out=buf.delta)  # [T, C]
+    for i, layer in enumerate(w.layers):
+        streams = buf.streams[: -(-i // block) + 1]
+        if config.is_kda(i):
+            k = config.kda_layer_ids.index(i)
+            kda_layer(layer, cache.conv_state[k], cache.state[k], streams, i == 0, step, buf, ops)
+        else:
+            m = config.mla_layer_ids.index(i)
+            mla_layer(layer, cache.latent[m], streams, i == 0, step, buf, ops)
+        streams = buf.streams[: i // block + 2]
+        if isinstance(layer.mlp, DenseWeights):
+            dense_mlp(layer, layer.mlp, streams, i % block == 0, buf, ops)
+        else:
+            latent_moe(layer, layer.mlp, streams, i % block == 0, buf, ops)
+    head(w, buf.streams, step, buf, ops)
+
+
+def kda_layer(
+    w: LayerWeights,
+    conv_state: Tensor,
+    state: Tensor,
+    streams: Tensor | Sequence[Tensor],
+    fresh: bool,
+    step: Step,
+    buf: Buffers,
+    ops: Ops,
+) -> None:
+    ops.attn_res(buf.delta, streams, w.attn_res, fresh, out=buf.x)  # [T, C]
+    ops.linear(buf.x, w.in_proj, out=buf.kda_in)  # [T, q|k|v|gate|f_a|b]
+    ops.kda(buf.kda_in, w.attn, conv_state, state, step.state_slots, out=buf.kda_heads)
+    ops.linear(buf.kda_heads, w.o_proj, out=buf.delta)  # [T, C]
+
+
+def mla_layer(
+    w: LayerWeights,
+    latent: Tensor,
+    streams: Tensor | Sequence[Tensor],
+    fresh: bool,
+    step: Step,
+    buf: Buffers,
+    ops: Ops,
+) -> None:
+    ops.attn_res(buf.delta, streams, w.attn_res, fresh, out=buf.x)  # [T, C]
+    ops.linear(buf.x, w.in_proj, out=buf.mla_in)  # [T, q_a|kv_a|gate]
+    ops.mla_latent(buf.mla_in, w.attn, latent, step.slot_mapping, out=buf.q_latent)  # [T, q_lora]
+    ops.linear(buf.q_latent, w.q_b, out=buf.q)  # [T, H * (Dn + Dr)]
+    ops.mla(
+        buf.q,
+        buf.mla_in,
+        w.attn,
+        latent,
+        step.block_table,
+        step.positions,
+        step.block_size,
+        out=buf.mla_heads,
+    )  # [T, H * Dv]
+    ops.linear(buf.mla_heads, w.o_proj, out=buf.delta)  # [T, C]
+
+
+def dense_mlp(
+    w: LayerWeights,
+    mlp: DenseWeights,
+    streams: Tensor | Sequence[Tensor],
+    fresh: bool,
+    buf: Buffers,
+    ops: Ops,
+) -> None:
+    ops.attn_res(buf.delta, streams, w.mlp_res, fresh, out=buf.x)  # [T, C]
+    ops.gate_up(buf.x, mlp.gate_up, out=buf.dense_act)  # [T, F]
+    ops.linear(buf.dense_act, mlp.down, out=buf.delta)  # [T, C]
+
+
+def latent_moe(
+    w: LayerWeights,
+    moe: MoEWeights,
+    streams: Tensor | Sequence[Tensor],
+    fresh: bool,
+    buf: Buffers,
+    ops: Ops,
+) -> None:
+    ops.attn_res(buf.delta, streams, w.mlp_res, fresh, out=buf.x)  # [T, C]
+    ops.router(buf.x, moe.router, out=(buf.topk_ids, buf.topk_weights))  # [T, A]
+    ops.linear(buf.x, moe.latent_down, out=buf.latent)  # [T, Z]
+    ops.gate_up(buf.x, moe.shared_gate_up, out=buf.shared_act)  # [T, F]
+    ops.linear(buf.shared_act, moe.shared_down, out=buf.shared)  # [T, C]
+    ops.experts(buf.latent, buf.topk_ids, buf.topk_weights, moe.experts, out=buf.routed)  # [T, Z]
+    ops.latent_up(buf.routed, buf.shared, moe.latent_up, out=buf.delta)  # [T, C]
+
+
+def head(
+    w: Weights, streams: Tensor | Sequence[Tensor], step: Step, buf: Buffers, ops: Ops
+) -> None:
+    ops.attn_res(buf.delta, streams, w.output_res, False, out=buf.x)  # [T, C]
+    ops.lm_head(buf.x, w.lm_head, step.logit_rows, out=buf.logits)  # [N, V] f32

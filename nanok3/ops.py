@@ -1,0 +1,92 @@
+"""The record of the model's ops and its readings.
+
+`model.py` calls `ops.<name>(inputs, weights, out=...)` and nothing else; a reading says what such a
+call means. `REFERENCE` walks rows one by one (the specification), `DECODE` is the same record with
+the forms for one row of each request on a CPU, `PREFILL` with the forms for many rows, `TRAIN` is
+`PREFILL` on `Fresh` buffers. `nanok3.count` adds up bytes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanok3.reference.attn_res import attn_res_ref
+from nanok3.reference.embed import embed_ref
+from nanok3.reference.experts import experts_grouped_ref, experts_ref
+from nanok3.reference.kda import kda_chunked_ref, kda_ref
+from nanok3.reference.linear import gate_up_ref, latent_up_ref, linear_ref, lm_head_ref
+from nanok3.reference.mla import mla_expanded_ref, mla_latent_ref, mla_ref
+from nanok3.reference.one_row import experts_one_row, kda_one_row, mla_one_row
+from nanok3.reference.router import router_ref
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One row an op: what it reads -> what it writes."""
+
+    embed: Callable[..., None]  # ids, table -> out
+    attn_res: Callable[..., None]  # delta, streams, w -> streams[-1], out
+    linear: Callable[..., None]  # x, weight -> out
+    kda: Callable[..., None]  # x, w, conv_state, state -> conv_state, state, out
+    mla_latent: Callable[..., None]  # x, w -> cache rows, out
+    mla: Callable[..., None]  # q, x (gate), w, cache -> out
+    gate_up: Callable[..., None]  # x, w -> out
+    router: Callable[..., None]  # x, w -> ids, weights
+    experts: Callable[..., None]  # latent, ids, weights, w -> out
+    latent_up: Callable[..., None]  # routed, shared, w -> out
+    lm_head: Callable[..., None]  # x, weight, rows -> out
+
+
+REFERENCE = Ops(
+    embed=embed_ref,
+    attn_res=attn_res_ref,
+    linear=linear_ref,
+    kda=kda_ref,
+    mla_latent=mla_latent_ref,
+    mla=mla_ref,
+    gate_up=gate_up_ref,
+    router=router_ref,
+    experts=experts_ref,
+    latent_up=latent_up_ref,
+    lm_head=lm_head_ref,
+)
+PREFILL = replace(REFERENCE, kda=kda_chunked_ref, mla=mla_expanded_ref)
+DECODE = replace(REFERENCE, kda=kda_one_row, mla=mla_one_row, experts=experts_one_row)
+TRAIN = replace(PREFILL, experts=experts_grouped_ref)
+
+
+class Fresh:
+    """A buffer that a write replaces instead of overwriting, so that autograd sees every value.
+
+    It stands where a tensor stands in the text of the model: it is read like one, and `copy_` or an
+    indexed assignment gives it a new value of its dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype, value: Tensor | None = None) -> None:
+        self.dtype = dtype
+        self.value = value
+
+    def copy_(self, value: Tensor) -> None:
+        self.value = value.to(self.dtype)
+
+    def __setitem__(self, index: Tensor, value: Tensor) -> None:
+        assert self.value is not None
+        self.value = self.value.index_put((index,), value.to(self.dtype))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        assert self.value is not None
+        return self.value[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*(a.value if isinstance(a, Fresh) else a for a in args), **(kwargs or {}))

@@ -1,0 +1,51 @@
+"""The products of the model: `out = x @ weight.T`, and the two with something around it.
+
+`linear` rounds once, at the store. `gate_up` applies SiTU to the two halves of its rows. `lm_head`
+gives float32 logits of chosen rows. `latent_up` is the end of the latent mixture of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from nanok3.reference.numerics import acc, rms_norm, situ
+
+
+@dataclass(frozen=True)
+class GateUpWeights:
+    weight: Tensor  # [2F, C], gate rows first
+    beta: float
+    linear_beta: float
+
+
+@dataclass(frozen=True)
+class LatentUpWeights:
+    norm: Tensor | None  # [Z], absent when the latent is not normalised
+    weight: Tensor  # [C, Z]
+    eps: float
+
+
+def linear_ref(x: Tensor, weight: Tensor, *, out: Tensor) -> None:
+    """x [T, C], weight [O, C] -> out [T, O]."""
+    out.copy_(linear(x, weight))
+
+
+def gate_up_ref(x: Tensor, w: GateUpWeights, *, out: Tensor) -> None:
+    """x [T, C] -> out [T, F] = situ(x @ gate.T, x @ up.T)."""
+    gate, up = linear(x, w.weight).chunk(2, dim=-1)
+    out.copy_(situ(gate, up, w.beta, w.linear_beta))
+
+
+def latent_up_ref(routed: Tensor, shared: Tensor, w: LatentUpWeights, *, out: Tensor) -> None:
+    """routed [T, Z], shared [T, C] -> out [T, C] = norm(routed) @ weight.T + shared."""
+    if w.norm is not None:
+        routed = rms_norm(routed, w.norm, w.eps).to(routed.dtype)
+    out.copy_(acc(linear(routed, w.weight)) + acc(shared))
+
+
+def lm_head_ref(x: Tensor, weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
+    """x [T, C], weight [V, C], rows [N] -> out [N, V] f32: logits of the chosen rows."""
+    out.copy_(linear(acc(x[rows]), acc(weight)))

@@ -1,0 +1,113 @@
+"""What one pass of the model reads and writes besides weights and caches: `Step` and `Buffers`.
+
+Rows lie as [R, Q]: Q rows of each of R requests, T = R * Q. The buffers are allocated once for the
+most rows a pass may have; `rows(n)` gives views of their first rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanok3.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Step:
+    """The integers of one pass."""
+
+    input_ids: Tensor  # [T] i64
+    positions: Tensor  # [T] i64, of each row in its request
+    slot_mapping: Tensor  # [T] i64, latent slot each row writes; block 0 is trash
+    block_table: Tensor  # [R, blocks] i64, as many columns as the longest request needs
+    state_slots: Tensor  # [R] i64, KDA slot of each request; slot 0 is trash
+    logit_rows: Tensor  # [N] i64, rows whose logits are wanted
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Activations of one pass."""
+
+    streams: Tensor | Sequence[Tensor]  # [res blocks, T, C], the AttnRes streams
+    delta: Tensor  # [T, C], the last sub-layer's output, not yet added to its stream
+    x: Tensor  # [T, C], normalised input of a sub-layer
+    kda_in: Tensor  # [T, q|k|v|gate|f_a|b]
+    kda_heads: Tensor  # [T, H * D]
+    mla_in: Tensor  # [T, q_a|kv_a|gate]
+    q_latent: Tensor  # [T, q_lora]
+    q: Tensor  # [T, H * (Dn + Dr)]
+    mla_heads: Tensor  # [T, H * Dv]
+    dense_act: Tensor  # [T, F]
+    shared_act: Tensor  # [T, F]
+    shared: Tensor  # [T, C]
+    topk_ids: Tensor  # [T, A] i64
+    topk_weights: Tensor  # [T, A] f32
+    latent: Tensor  # [T, Z], input of the routed experts
+    routed: Tensor  # [T, Z], their sum
+    logits: Tensor  # [N, V] f32
+
+
+def widths(config: ModelConfig) -> dict[str, int]:
+    """Columns of each activation buffer."""
+    c, kda = config, config.linear_attn_config
+    gate_width = c.num_attention_heads * c.v_head_dim
+    return {
+        "delta": c.hidden_size,
+        "x": c.hidden_size,
+        "kda_in": 4 * kda.width + kda.head_dim + kda.num_heads,
+        "kda_heads": kda.width,
+        "mla_in": c.q_lora_rank + c.latent_width + gate_width,
+        "q_latent": c.q_lora_rank,
+        "q": c.num_attention_heads * c.qk_head_dim,
+        "mla_heads": gate_width,
+        "dense_act": c.intermediate_size,
+        "shared_act": c.shared_intermediate_size,
+        "shared": c.hidden_size,
+        "topk_ids": c.num_experts_per_token,
+        "topk_weights": c.num_experts_per_token,
+        "latent": c.routed_expert_hidden_size,
+        "routed": c.routed_expert_hidden_size,
+        "logits": c.vocab_size,
+    }
+
+
+def buffer_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The buffers that are not of the activations' dtype."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return {"topk_ids": torch.int64, "topk_weights": wide, "logits": wide}
+
+
+def allocate_buffers(
+    config: ModelConfig, max_rows: int, max_logit_rows: int, dtype: torch.dtype, device: str
+) -> Buffers:
+    """Uninitialised buffers: an op may read only what an op of the same pass wrote."""
+    special = buffer_dtypes(dtype)
+    tensors = {
+        name: torch.empty(
+            max_logit_rows if name == "logits" else max_rows,
+            width,
+            dtype=special.get(name, dtype),
+            device=device,
+        )
+        for name, width in widths(config).items()
+    }
+    streams = torch.empty(
+        config.num_res_blocks, max_rows, config.hidden_size, dtype=dtype, device=device
+    )
+    return Buffers(streams=streams, **tensors)
+
+
+def rows(buffers: Buffers, num_rows: int, num_logit_rows: int) -> Buffers:
+    """Views of the first rows."""
+    views = {
+        name: getattr(buffers, name)[: num_logit_rows if name == "logits" else num_rows]
+        for name in Buffers.__dataclass_fields__
+        if name != "streams"
+    }
+    streams = buffers.streams
+    assert isinstance(streams, Tensor)
+    return Buffers(streams=streams[:, :num_rows], **views)

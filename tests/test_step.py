@@ -1,0 +1,66 @@
+"""Buffers of a pass: K3's own widths, dtypes, and views of the first rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from nanok3.config import K3
+from nanok3.step import Buffers, allocate_buffers, buffer_dtypes, rows, widths
+
+
+def test_the_widths_of_k3() -> None:
+    """Written out from the published table of tensors."""
+    assert widths(K3) == {
+        "delta": 7168,
+        "x": 7168,
+        "kda_in": 4 * 12288 + 128 + 96,
+        "kda_heads": 12288,
+        "mla_in": 1536 + 576 + 12288,
+        "q_latent": 1536,
+        "q": 18432,
+        "mla_heads": 12288,
+        "dense_act": 33792,
+        "shared_act": 6144,
+        "shared": 7168,
+        "topk_ids": 16,
+        "topk_weights": 16,
+        "latent": 3584,
+        "routed": 3584,
+        "logits": 163840,
+    }
+    assert {*widths(K3), "streams"} == set(Buffers.__dataclass_fields__)
+    assert K3.num_res_blocks == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    buf = allocate_buffers(tiny_config(), 5, 2, dtype, "cpu")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    special = {"topk_ids": torch.int64, "topk_weights": wide, "logits": wide}
+    assert buffer_dtypes(dtype) == special
+    for name in Buffers.__dataclass_fields__:
+        assert getattr(buf, name).dtype == special.get(name, dtype), name
+
+
+def test_rows_are_views_of_the_first() -> None:
+    config = tiny_config()
+    buf = allocate_buffers(config, 5, 4, torch.float32, "cpu")
+    part = rows(buf, 3, 2)
+    for name in Buffers.__dataclass_fields__:
+        whole, view = getattr(buf, name), getattr(part, name)
+        assert view.data_ptr() == whole.data_ptr(), name
+        if name == "streams":
+            assert whole.shape == (4, 5, 64) and view.shape == (4, 3, 64)
+            view[1, 2] = 7.0
+            assert (whole[1, 2] == 7.0).all()
+            continue
+        assert whole.shape == (4 if name == "logits" else 5, widths(config)[name])
+        assert view.shape == (2 if name == "logits" else 3, widths(config)[name])
+        assert view.is_contiguous()
+
+
+def test_no_logits() -> None:
+    buf = rows(allocate_buffers(tiny_config(), 5, 4, torch.float32, "cpu"), 5, 0)
+    assert buf.logits.shape == (0, 512) and buf.x.shape == (5, 64)
