@@ -315,6 +315,7 @@ class Engine:
             if prefilling.num_pending == 1:
                 self._keep(prefilling)
         decoding = [r for r in self._running if r.num_pending == 1]
+        assert prefilling or decoding or not self._running, "nothing to do for those who run"
         groups = [[r] for r in decoding] if self.settings.strict else [decoding] if decoding else []
         for group in groups:
             self._decode(group)

@@ -132,6 +132,15 @@ def test_logprobs_are_those_of_the_logits(dtype: str) -> None:
     assert {len(e.top) for e in others[1].result().logprobs or ()} == {512}
 
 
+def test_a_seeded_draw_belongs_to_its_place_in_the_sequence() -> None:
+    """A prompt that holds the beginning of a reply goes on as that reply did."""
+    params = SamplingParams(seed=8, max_tokens=10, temperature=1.5)
+    whole = generate(params).token_ids
+    for n in (1, 4, 9):
+        rest = solo(job([*PROMPT, *whole[:n]], params))[0].token_ids
+        assert rest[: 10 - n] == whole[n:]
+
+
 def test_usage_counts_every_id() -> None:
     engine = make_engine()
     request = engine.submit("hi", greedy(5), thinking_effort=None)
