@@ -20,7 +20,8 @@ import torch
 
 from nanok3.config import EngineConfig, ModelConfig
 from nanok3.count import count_step, total
-from nanok3.engine import DTYPES, Engine
+from nanok3.engine import Engine
+from nanok3.runner import DTYPES
 from nanok3.sampling import SamplingParams
 
 CHECKED_TOKENS = 16

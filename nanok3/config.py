@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 
-    @property
+    @cached_property
     def kda_layer_ids(self) -> tuple[int, ...]:
         """0-based layers with KDA; a layer's place in this list is its row in the state cache."""
         return tuple(i for i in range(self.num_hidden_layers) if self.is_kda(i))
 
-    @property
+    @cached_property
     def mla_layer_ids(self) -> tuple[int, ...]:
         """0-based layers with MLA; a layer's place in this list is its row in the latent cache."""
         return tuple(i for i in range(self.num_hidden_layers) if not self.is_kda(i))

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanok3 import model
-from nanok3.cache import TRASH, Cache, CacheManager, allocate_cache
+from nanok3.cache import TRASH
 from nanok3.channels import STOP_TOKENS
 from nanok3.chat import render
 from nanok3.checkpoint import Checkpoint
@@ -32,18 +31,15 @@ from nanok3.config import (
     load_config,
     load_generation_defaults,
 )
-from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
 from nanok3.progress import Progress
 from nanok3.reply import Event
-from nanok3.request import Request, Result, TokenLogprob
-from nanok3.sampling import SamplingParams, rows_of, sample
-from nanok3.step import Buffers, Step, allocate_buffers, rows
+from nanok3.request import Request, Result
+from nanok3.runner import DTYPES, Runner
+from nanok3.sampling import SamplingParams
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weights import Filler, Weights, build, expected_tensors
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MAX_TOKENS = 1024
-DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -67,23 +63,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.defaults = defaults
-        self._weights = weights
-        dtype, device = DTYPES[settings.dtype], settings.device
-        per_request = -(
-            -min(DEFAULT_CONTEXT, config.max_position_embeddings) // settings.block_size
-        )
-        num_blocks = settings.num_blocks or settings.max_num_reqs * per_request
-        cache = allocate_cache(  # one slot and one block more than anyone gets: trash
-            config, settings.max_num_reqs + 1, num_blocks + 1, settings.block_size, dtype, device
-        )
-        self._manager = CacheManager(
-            cache, settings.block_size, settings.num_snapshots, settings.debug
-        )
-        max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
-        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
-        if settings.debug:  # an op that reads what nobody wrote shows up as NaN
-            for tensor in vars(self._buffers).values():
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        self._runner = Runner(config, weights, settings)
+        self._manager = self._runner.manager
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -212,7 +193,7 @@ class Engine:
         try:
             parts = []
             while request.num_pending:
-                parts.append(self._prefill(request, request.num_pending, with_logits=True))
+                parts.append(self._runner.prefill(request, request.num_pending, with_logits=True))
             return torch.cat(parts)
         finally:
             self._manager.release(request.slot, request.blocks)
@@ -311,7 +292,7 @@ class Engine:
         prefilling = next((r for r in self._running if r.num_pending > 1), None)
         if prefilling is not None:
             count = min(prefilling.num_pending - 1, self.settings.prefill_chunk)
-            self._prefill(prefilling, count, with_logits=False)
+            self._runner.prefill(prefilling, count, with_logits=False)
             if prefilling.num_pending == 1:
                 self._keep(prefilling)
         decoding = [r for r in self._running if r.num_pending == 1]
@@ -360,104 +341,22 @@ class Engine:
             request.num_reused = request.num_cached
             self._running.append(self._waiting.popleft())
 
-    def _prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
-        """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""
-        count = min(count, self.settings.prefill_chunk)
-        pieces = [1] * count if self.settings.strict else [count]
-        logits = []
-        for piece in pieces:
-            ops = REFERENCE if piece == 1 else PREFILL
-            buf = self._forward([request], piece, piece if with_logits else 0, ops)
-            if with_logits:
-                logits.append(buf.logits.clone())
-            request.num_cached += piece
-            request.in_flight = False
-        return torch.cat(logits) if with_logits else self._buffers.logits[:0]
-
-    def _forward(
-        self, requests: list[Request], num_rows: int, num_logit_rows: int, ops: Ops
-    ) -> Buffers:
-        """`num_rows` pending ids of each request through the model."""
-        size, device = self.settings.block_size, self.settings.device
-        positions = [r.num_cached + i for r in requests for i in range(num_rows)]
-        owners = [r for r in requests for _ in range(num_rows)]
-        columns = max(self._manager.blocks_for(r.num_cached + num_rows) for r in requests)
-
-        def ints(values: list[Any]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        step = Step(
-            input_ids=ints([r.ids[p] for r, p in zip(owners, positions, strict=True)]),
-            positions=ints(positions),
-            slot_mapping=ints(
-                [
-                    r.blocks[p // size] * size + p % size
-                    for r, p in zip(owners, positions, strict=True)
-                ]
-            ),
-            block_table=ints([(r.blocks + [0] * columns)[:columns] for r in requests]),
-            state_slots=ints([r.slot for r in requests]),
-            logit_rows=ints(list(range(num_logit_rows))),
-            block_size=size,
-        )
-        buf = rows(self._buffers, len(positions), num_logit_rows)
-        for request in requests:
-            request.in_flight = True
-        with torch.inference_mode():
-            model.forward(self.config, self._weights, self._cache, step, buf, ops)
-        return buf
-
-    @property
-    def _cache(self) -> Cache:
-        return self._manager.cache
-
     def _decode(self, requests: list[Request]) -> None:
         """One row of each request, and the id that follows it."""
-        fast = self.settings.device == "cpu" and not self.settings.strict
-        buf = self._forward(requests, 1, len(requests), DECODE if fast else REFERENCE)
-        for request in requests:
-            request.num_cached += 1
-        params = [r.params for r in requests]
-        options = rows_of(params, self.settings.device)
-        positions = torch.tensor([len(r.ids) for r in requests], device=self.settings.device)
-        counts = seen = None
-        if options.uses_counts:
-            counts, seen = self._counts(requests)
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
-        with torch.inference_mode():
-            sampled = sample(
-                buf.logits, options, positions, counts, seen, max(wanted) if wanted else None
-            )
-        ids, finite = sampled.ids.tolist(), buf.logits.isfinite().all(-1).tolist()
-        for i, request in enumerate(requests):
-            if not finite[i]:
+        for request, drawn in zip(requests, self._runner.decode(requests), strict=True):
+            if not drawn.finite:
                 self._retire(request, "error", "the model's logits are not finite")
                 self._manager.forget(request.ids)
                 continue
-            if ids[i] < 0:
+            if drawn.token_id < 0:
                 self._retire(request, "error", "min_tokens and the stop ids leave no id to draw")
                 continue
-            if sampled.logprobs is not None and request.params.logprobs is not None:
-                n = request.params.logprobs
-                top_ids = sampled.logprobs.top_ids[i, :n].tolist()
-                top = tuple(zip(top_ids, sampled.logprobs.top[i, :n].tolist(), strict=True))
-                chosen = float(sampled.logprobs.chosen[i])
-                request.logprobs.append(TokenLogprob(ids[i], chosen, top))
-            request.take(ids[i])
+            if drawn.logprob is not None:
+                request.logprobs.append(drawn.logprob)
+            request.take(drawn.token_id)
             request.in_flight = False
             if request.finish_reason is not None:
                 self._retire(request, request.finish_reason)
-
-    def _counts(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
-        """Output counts [R, V] i64 and whether an id stands in the prompt [R, V]."""
-        vocab, device = self.config.vocab_size, self.settings.device
-        counts = torch.zeros(len(requests), vocab, dtype=torch.int64, device=device)
-        seen = torch.zeros(len(requests), vocab, dtype=torch.bool, device=device)
-        for i, r in enumerate(requests):
-            output = torch.tensor(r.ids[r.num_prompt :], dtype=torch.int64, device=device)
-            counts[i] = torch.bincount(output, minlength=vocab)
-            seen[i, r.ids[: r.num_prompt]] = True
-        return counts, seen
 
     def _retire(self, request: Request, reason: str, error: str | None = None) -> None:
         request.finish(reason, error)

@@ -1,9 +1,15 @@
-"""Skips what this machine cannot run, and says why."""
+"""Skips what this machine cannot run, and says why. One thread a process: tests run side by side."""
 
 from __future__ import annotations
 
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests start; before torch is imported
+
 import pytest
 import torch
+
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,9 +12,10 @@ from tiny import TINY, tiny_weights
 
 from nanok3.cache import TRASH
 from nanok3.config import EngineConfig, GenerationDefaults, ModelConfig
-from nanok3.engine import DTYPES, Engine
+from nanok3.engine import Engine
 from nanok3.reply import Event
 from nanok3.request import Request, Result
+from nanok3.runner import DTYPES
 from nanok3.sampling import SamplingParams
 from nanok3.tokenizer import Tokenizer
 from nanok3.weights import Weights

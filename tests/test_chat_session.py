@@ -16,7 +16,7 @@ import pytest
 from scripted import Script, reply_ids
 from tiny import TINY, make_checkpoint
 
-from nanok3 import engine as engine_module
+from nanok3 import runner as runner_module
 from nanok3.chat import Segment
 from nanok3.chat_session import ChatSession
 from nanok3.config import EngineConfig
@@ -44,7 +44,7 @@ def session(engine: Engine, **sampling: Any) -> ChatSession:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(engine_module, "sample", script)
+    monkeypatch.setattr(runner_module, "sample", script)
     return script
 
 

@@ -24,7 +24,7 @@ from engines import (
     submit,
 )
 
-from nanok3 import engine as engine_module
+from nanok3 import runner as runner_module
 from nanok3.checkpoint import CheckpointError
 from nanok3.config import ConfigError, EngineConfig
 from nanok3.engine import Engine, RequestError
@@ -218,14 +218,14 @@ def test_a_poisoned_request_ends_alone(place: str, debug: bool, strict: bool) ->
 
 def test_a_row_of_minus_infinity_is_no_distribution_either(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    forward = engine_module.model.forward
+    forward = runner_module.model.forward
 
     def broken(config: Any, w: Any, cache: Any, step: Any, buf: Any, ops: Any) -> None:
         forward(config, w, cache, step, buf, ops)
         if len(buf.logits) and int(step.input_ids[0]) == 77:
             buf.logits[0, 5] = float("-inf")
 
-    monkeypatch.setattr(engine_module.model, "forward", broken)
+    monkeypatch.setattr(runner_module.model, "forward", broken)
     bad, good = engine.submit([1, 77], greedy(4)), engine.submit([1, 78], greedy(4))
     engine.run([bad, good])
     assert (bad.result().finish_reason, good.result().finish_reason) == ("error", "length")
@@ -234,13 +234,13 @@ def test_a_row_of_minus_infinity_is_no_distribution_either(monkeypatch: pytest.M
 def test_nan_in_a_prompt_leaves_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is bad before the first row of logits tells."""
     engine = make_engine()
-    embed = engine._weights.embed.clone()
-    engine._weights.embed[300] = float("nan")
+    embed = engine._runner.weights.embed.clone()
+    engine._runner.weights.embed[300] = float("nan")
     try:
         requests = [engine.submit(p, greedy(3)) for p in ([1, 2, 300, 4, 5], [1, 2, 3, 4, 5])]
         results = [result for result, _ in follow(engine, requests)]
     finally:
-        engine._weights.embed.copy_(embed)
+        engine._runner.weights.embed.copy_(embed)
     assert [r.finish_reason for r in results] == ["error", "length"]
     assert results[0].token_ids == []
     assert all(300 not in s.token_ids for s in engine._manager.snapshots)
@@ -336,7 +336,7 @@ def test_an_interrupted_step_leaves_no_half_step_behind(
     """Ctrl-C falls anywhere in a forward: some layers have moved on, some have not, and nobody may
     go on from there."""
     engine = make_engine(prefill_chunk=3)
-    forward, layer = engine_module.model.forward, engine_module.model.mla_layer
+    forward, layer = runner_module.model.forward, runner_module.model.mla_layer
     calls = 0
 
     def interrupted(*args: Any) -> None:
@@ -353,8 +353,8 @@ def test_an_interrupted_step_leaves_no_half_step_behind(
             raise KeyboardInterrupt
         layer(*args)
 
-    monkeypatch.setattr(engine_module.model, "forward", interrupted)
-    monkeypatch.setattr(engine_module.model, "mla_layer", half)
+    monkeypatch.setattr(runner_module.model, "forward", interrupted)
+    monkeypatch.setattr(runner_module.model, "mla_layer", half)
     other = engine.submit(ids_of(2, seed=3), greedy(20))
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ids_of(7), greedy(6))
@@ -375,7 +375,7 @@ def test_an_interrupted_step_leaves_no_half_step_behind(
 
 def test_an_interruption_between_the_row_and_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    sample, calls = engine_module.sample, 0
+    sample, calls = runner_module.sample, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
@@ -384,7 +384,7 @@ def test_an_interruption_between_the_row_and_its_id(monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         return sample(*args)
 
-    monkeypatch.setattr(engine_module, "sample", interrupted)
+    monkeypatch.setattr(runner_module, "sample", interrupted)
     request = engine.submit(ids_of(3), greedy(6))
     with pytest.raises(KeyboardInterrupt):
         engine.run([request])

@@ -45,7 +45,7 @@ def loaded(directory: Path) -> dict[str, Engine]:
 def engine_with(loaded: Engine, **settings: Any) -> Engine:
     """Other settings over the same weights."""
     chosen = EngineConfig(dtype=loaded.settings.dtype, debug=True, **settings)
-    return Engine(loaded.config, loaded._weights, None, chosen, GenerationDefaults())
+    return Engine(loaded.config, loaded._runner.weights, None, chosen, GenerationDefaults())
 
 
 def ids_of(length: int) -> list[int]:

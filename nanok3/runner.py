@@ -1,0 +1,145 @@
+"""Runs the model for requests: pending ids into a `Step`, through `model.forward`, drawn ids out.
+
+Owns the weights, the buffers and the caches' tensors. Which requests run, and what becomes of a
+drawn id, is for `engine.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanok3 import model
+from nanok3.cache import CacheManager, allocate_cache
+from nanok3.config import EngineConfig, ModelConfig
+from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
+from nanok3.request import Request, TokenLogprob
+from nanok3.sampling import Logprobs, rows_of, sample
+from nanok3.step import Buffers, Step, allocate_buffers, rows
+from nanok3.weights import Weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one row of a decode step gave."""
+
+    token_id: int  # -1 where no id is left to draw
+    finite: bool  # whether all logits of the row are
+    logprob: TokenLogprob | None  # if the request asks for it
+
+
+class Runner:
+    def __init__(self, config: ModelConfig, weights: Weights, settings: EngineConfig) -> None:
+        self.config = config
+        self.settings = settings
+        self.weights = weights
+        dtype, device, size = DTYPES[settings.dtype], settings.device, settings.block_size
+        per_request = -(-min(DEFAULT_CONTEXT, config.max_position_embeddings) // size)
+        num_blocks = settings.num_blocks or settings.max_num_reqs * per_request
+        cache = allocate_cache(  # one slot and one block more than anyone gets: trash
+            config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device
+        )
+        self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
+        max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
+        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
+        if settings.debug:  # an op that reads what nobody wrote shows up as NaN
+            for tensor in vars(self._buffers).values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+    def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
+        """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""
+        count = min(count, self.settings.prefill_chunk)
+        pieces = [1] * count if self.settings.strict else [count]
+        logits = []
+        for piece in pieces:
+            ops = REFERENCE if piece == 1 else PREFILL
+            buf = self._forward([request], piece, piece if with_logits else 0, ops)
+            if with_logits:
+                logits.append(buf.logits.clone())
+            request.num_cached += piece
+            request.in_flight = False
+        return torch.cat(logits) if with_logits else self._buffers.logits[:0]
+
+    def _forward(
+        self, requests: list[Request], num_rows: int, num_logit_rows: int, ops: Ops
+    ) -> Buffers:
+        """`num_rows` pending ids of each request through the model."""
+        size, device = self.settings.block_size, self.settings.device
+        positions = [r.num_cached + i for r in requests for i in range(num_rows)]
+        owners = [r for r in requests for _ in range(num_rows)]
+        columns = max(self.manager.blocks_for(r.num_cached + num_rows) for r in requests)
+
+        def ints(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        step = Step(
+            input_ids=ints([r.ids[p] for r, p in zip(owners, positions, strict=True)]),
+            positions=ints(positions),
+            slot_mapping=ints(
+                [
+                    r.blocks[p // size] * size + p % size
+                    for r, p in zip(owners, positions, strict=True)
+                ]
+            ),
+            block_table=ints([(r.blocks + [0] * columns)[:columns] for r in requests]),
+            state_slots=ints([r.slot for r in requests]),
+            logit_rows=ints(list(range(num_logit_rows))),
+            block_size=size,
+        )
+        buf = rows(self._buffers, len(positions), num_logit_rows)
+        for request in requests:
+            request.in_flight = True
+        with torch.inference_mode():
+            model.forward(self.config, self.weights, self.manager.cache, step, buf, ops)
+        return buf
+
+    def decode(self, requests: list[Request]) -> list[Drawn]:
+        """One row of each request, and the id drawn after it."""
+        fast = self.settings.device == "cpu" and not self.settings.strict
+        buf = self._forward(requests, 1, len(requests), DECODE if fast else REFERENCE)
+        for request in requests:
+            request.num_cached += 1
+        params = [r.params for r in requests]
+        options = rows_of(params, self.settings.device)
+        positions = torch.tensor([len(r.ids) for r in requests], device=self.settings.device)
+        counts = seen = None
+        if options.uses_counts:
+            counts, seen = self._counts(requests)
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        with torch.inference_mode():
+            sampled = sample(
+                buf.logits, options, positions, counts, seen, max(wanted) if wanted else None
+            )
+        ids, finite = sampled.ids.tolist(), buf.logits.isfinite().all(-1).tolist()
+        return [
+            Drawn(ids[i], finite[i], logprob_of(sampled.logprobs, i, ids[i], p.logprobs))
+            for i, p in enumerate(params)
+        ]
+
+    def _counts(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
+        """Output counts [R, V] i64 and whether an id stands in the prompt [R, V]."""
+        vocab, device = self.config.vocab_size, self.settings.device
+        counts = torch.zeros(len(requests), vocab, dtype=torch.int64, device=device)
+        seen = torch.zeros(len(requests), vocab, dtype=torch.bool, device=device)
+        for i, r in enumerate(requests):
+            output = torch.tensor(r.ids[r.num_prompt :], dtype=torch.int64, device=device)
+            counts[i] = torch.bincount(output, minlength=vocab)
+            seen[i, r.ids[: r.num_prompt]] = True
+        return counts, seen
+
+
+def logprob_of(
+    logprobs: Logprobs | None, row: int, token_id: int, num_top: int | None
+) -> TokenLogprob | None:
+    """The row's record, with as many of the likeliest ids as its request asks for."""
+    if logprobs is None or num_top is None:
+        return None
+    top_ids = logprobs.top_ids[row, :num_top].tolist()
+    top = tuple(zip(top_ids, logprobs.top[row, :num_top].tolist(), strict=True))
+    return TokenLogprob(token_id, float(logprobs.chosen[row]), top)
