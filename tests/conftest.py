@@ -6,8 +6,8 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests start; before torch is imported
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""The packaged model: what the README shows, and a sample of what `scripts/check_mini.py` judges."""
+"""The packaged model: what the README shows, and a sample of `scripts/check_mini.py`."""
 
 from __future__ import annotations
 
