@@ -2,8 +2,8 @@
 
     python scripts/check_mini.py [MODEL_DIR]
 
-200 prompts at temperature 1: how many replies keep to K3's channels and stop by themselves. 100 sums of
-two numbers with the calc tool offered: how many are one call with the right arguments.
+200 prompts at temperature 1: how many replies keep to K3's channels and stop by themselves. 100
+sums of two numbers with the calc tool offered: how many are one call with the right arguments.
 """
 
 from __future__ import annotations

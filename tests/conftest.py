@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, and says why. One thread a process: tests run side by side."""
+"""Skips what this machine cannot run, and says why; one thread a process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests start; before torch is imported
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 torch.set_num_threads(1)
 
