@@ -219,7 +219,7 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
     """The engine's settings; ValueError if this model cannot have that context."""
     base = EngineConfig()
     num_reqs = options.requests or (1 if is_single else base.max_num_reqs)
-    num_blocks = None
+    num_blocks = context = None
     if (options.context or is_single) and options.model_dir.is_dir():
         longest = load_config(options.model_dir).max_position_embeddings
         context = options.context or min(LONG_CONTEXT, longest)
@@ -227,7 +227,12 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
             raise Refused(USAGE, f"--context {context}: this model reads at most {longest} tokens")
         # One more for the part-full block of each snapshot.
         num_blocks = num_reqs * -(-context // base.block_size) + base.num_snapshots
-    return EngineConfig(max_num_reqs=num_reqs, num_blocks=num_blocks, strict=options.strict)
+    return EngineConfig(
+        max_num_reqs=num_reqs,
+        num_blocks=num_blocks,
+        max_context=context,
+        strict=options.strict,
+    )
 
 
 def config_lines(engine: Engine, options: Options) -> list[str]:

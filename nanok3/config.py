@@ -177,7 +177,8 @@ class EngineConfig:
     dtype: str = "float32"  # of activations: "float32", "bfloat16" or "float64"
     max_num_reqs: int = 8  # requests that run at once
     block_size: int = 64  # tokens of a KV-cache block
-    num_blocks: int | None = None  # KV-cache blocks; None: as many as fit
+    num_blocks: int | None = None  # KV-cache blocks; None: 4096 tokens for each of max_num_reqs
+    max_context: int | None = None  # tokens of prompt and reply; None: what the blocks can hold
     prefill_chunk: int = 256  # prompt tokens of a request in one step, at most
     num_snapshots: int = 4  # finished prompts and replies kept to go on from
     strict: bool = False  # rows one by one: a request's bits do not depend on its company
@@ -216,6 +217,11 @@ class EngineConfig:
             (
                 self.num_blocks is not None and self.num_blocks < 1,
                 f"num_blocks: expected at least 1, found {self.num_blocks}",
+            ),
+            (
+                self.max_context is not None and not 1 <= self.max_context <= longest,
+                f"max_context: expected 1 to {longest} tokens, the longest context of this model, "
+                f"found {self.max_context}",
             ),
             (
                 num_slots > MAX_SLOTS,

@@ -280,7 +280,8 @@ class Engine:
     def max_context(self) -> int:
         """Tokens, prompt and reply together, that one request may have."""
         room = self._manager.blocks.size * self.settings.block_size
-        return min(self.config.max_position_embeddings, room)
+        longest = self.config.max_position_embeddings
+        return min(room, longest, self.settings.max_context or longest)
 
     def step(self) -> None:
         """Admit, run one chunk of one prompt, run one row of every request that decodes."""
@@ -327,7 +328,7 @@ class Engine:
         if len(ids) > most:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, but there is room for {most} "
-                f"(max_context {self.max_context}); shorten it, or raise num_blocks (--context)"
+                f"(max_context {self.max_context}); shorten it, or raise max_context (--context)"
             )
 
     def _admit(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from scripted import Script, reply_ids
 from tiny import TINY, make_checkpoint
 
+from nanok3 import commands
 from nanok3 import runner as runner_module
 from nanok3.chat import Segment
 from nanok3.chat_session import ChatSession
@@ -94,6 +95,18 @@ def test_answer_that_ended_in_the_wrong_place_is_reused(model: Path, script: Scr
     script.ids = reply_ids(engine.tokenizer, "", "x")
     second = chat.answer("go on")
     assert second.usage.cached_tokens == first.usage.prompt_tokens + len("only thoughts")
+
+
+def test_turns_are_reused_where_a_reply_may_fill_the_context(model: Path, script: Script) -> None:
+    """A request then reserves the whole context; a snapshot needs room beside it."""
+    options = commands.Options(model, "cpu", "float32", {}, None, None, 1000, None, False, False)
+    engine = commands.load(options, is_single=True)
+    assert engine.tokenizer is not None
+    chat = session(engine, max_tokens=1000)
+    for turn in range(3):
+        script.ids = reply_ids(engine.tokenizer, "", "words")
+        cached = chat.answer("go on").usage.cached_tokens
+        assert (cached > 0) == (turn > 0)
 
 
 def test_reuse_changes_no_answer(model: Path) -> None:

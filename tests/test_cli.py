@@ -324,6 +324,21 @@ def test_cache_that_memory_cannot_hold(model: Path, capsys: pytest.CaptureFixtur
     assert code == 3 and err.count("\n") == 1, err
 
 
+def test_context_is_the_most_that_prompt_and_reply_have(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever more the cache has room for: other requests, and what snapshots hold beside one."""
+    options = ["--thinking", "off", "--temperature", 0, "--model", model, "--context"]
+    code, out, _ = run(capsys, "generate", "x", "--max-tokens", 1000, "--json", *options, 200)
+    usage = json.loads(out)["usage"]
+    assert code == 0 and usage["prompt_tokens"] + usage["completion_tokens"] == 200
+    code, _, err = run(capsys, "generate", "x" * 150, *options, 200)
+    assert code == 4 and "room for 199 (max_context 200)" in err
+    given = {"model": model, "device": "cpu", "dtype": "float32", "sampling": {}, "thinking": None}
+    given |= {"effort": None, "context": 200, "requests": 3, "strict": False, "show_config": False}
+    assert commands.load(commands.Options(**given), is_single=False).max_context == 200
+
+
 # ---- a request that cannot be served ----
 
 

@@ -352,4 +352,6 @@ def test_engine_config_problems() -> None:
     )
     longer_than_the_model = EngineConfig(block_size=1048577).problems(K3)
     assert longer_than_the_model[0].startswith("block_size")
+    for tokens in (0, K3.max_position_embeddings + 1):
+        assert EngineConfig(max_context=tokens).problems(K3)[0].startswith("max_context")
     assert EngineConfig(num_blocks=2**26).problems(K3)[0].startswith("num_blocks")
