@@ -78,6 +78,8 @@ def check_paths(source: str, target: str, resume: bool) -> None:
             raise InputError("--resume needs an output file, but the output is stdout")
         return
     if not Path(target).exists():
+        if not Path(target).parent.is_dir():
+            raise OutputError(f"{target} cannot be written: {Path(target).parent} is no directory")
         return
     if source != "-" and Path(source).exists() and os.path.samefile(source, target):
         raise InputError(f"{target} is the input too; name another file for the output")
@@ -272,8 +274,8 @@ class RecordFile:
             if written:
                 with suppress(OSError):  # a file can lose its torn line, a device cannot
                     self._file.truncate(self._end)
-            raise OutputError(
-                f"{self.name} cannot be written: {error.strerror}; it holds every record before "
-                "that one, and --resume goes on behind them"
-            ) from error
+            message = f"{self.name} cannot be written: {error.strerror}"
+            if Path(self.name).is_file():
+                message += "; it holds every record before that one, and --resume goes on"
+            raise OutputError(message) from error
         self._end += len(data)

@@ -6,6 +6,7 @@ brings torch, so it is imported inside the functions: `--help` and wrong options
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -235,6 +236,10 @@ def run(arguments: Sequence[str]) -> int:
         code, message = OUTPUT, str(error)
     except BrokenPipeError:
         code = PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        code, message = OUTPUT, f"stdout cannot be written: {error.strerror}"  # by --help
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code in (OUTPUT, PIPE):

@@ -384,6 +384,14 @@ def test_full_output_device(model: Path) -> None:
     assert done.stderr == b"nanok3: stdout cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_full_output_device_of_help(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = spawn(*arguments, stdout=full, capture_output=False, stderr=subprocess.PIPE)
+    assert done.returncode == 5
+    assert done.stderr == b"nanok3: stdout cannot be written: No space left on device\n"
+
+
 def test_reader_that_goes_is_no_fault(model: Path) -> None:
     for as_json in ([], ["--json"]):
         read, write = os.pipe()
