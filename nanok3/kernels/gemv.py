@@ -1,0 +1,394 @@
+"""Product of few rows with a bf16 matrix:  out[t, o] = finish(sum_k x[t, g(o) + k] * weight[o, k])
+
+finish   "bf16"  out = the sum                                          (projections)
+         "f32"   out = the sum, float32                                 (router logits, lm_head)
+         "situ"  out[t, o] = situ(gate row o, up row o), 2 O rows       (gate_up)
+         "add"   out = the sum + extra[t, o]                            (latent_up after its norm)
+         "gate"  out = round(sum) * sigmoid(extra[t, o])                (MLA values)
+Shapes   x [T, X] bf16, weight [O, K] packed by `pack_gemv`, extra [T, >= O] bf16 (row stride given)
+         -> out [T, O] bf16 or f32. O, K, X static; T is read at launch, any T >= 1.
+         groups > 1: block-diagonal; rows of group j read x from column j * group_stride on.
+Bytes    2 O K for every 8 rows of x, + 2 T X a CTA through L2. O = 3220, K = 7168, T = 1: 46.2 MB,
+         10.0 us at 4.64 TB/s.
+Grid     CTAs take tiles of 16 weight rows in turn; 8 compute warps share a tile's K, 1 warp loads.
+Waits    weights: none (they are constant), so the loader starts before the grid dependency; x and
+         extra: the grid dependency (griddepcontrol.wait), by the compute warps.
+Signals  launch_dependents at once: the next kernel's loader may fill its ring beside this one.
+Aliases  none: out may be nothing that this kernel reads.
+Archs    sm_90a, sm_100a, sm_103a (warp-level mma, bulk copy).
+Rounding float32 accumulators, 8 K parts added in warp order; one rounding, at the store ("gate":
+         the sum is rounded to bf16 before the gate, as the model does).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from nanok3.dsl import (
+    address,
+    arch_of,
+    bf16_low,
+    compile_kernel,
+    evict_first_policy,
+    launch,
+    ld_global_u16,
+    ld_global_u32x4,
+    ld_shared_f32,
+    ld_shared_u32x4,
+    mma_bf16,
+    pack_bf16,
+    sigmoid,
+    situ,
+    st_global_f32,
+    st_global_u16,
+    st_shared_f32,
+    st_shared_u32x4,
+    tree,
+)
+from nanok3.kernels.ring import Ring
+from nanok3.reference.linear import linear_ref as linear_ref
+
+WARPS = 8  # compute warps; with the loader 288 threads
+THREADS = 32 * (WARPS + 1)
+TILE = 16  # weight rows of a tile: the M of an mma
+BLOCK = 32  # columns of a block: two mma, 16 bytes a lane and row
+BLOCK_BYTES = TILE * BLOCK * 2
+CHUNK_BLOCKS = 16  # blocks of a ring slot, 16 KB: 4 in flight saturate HBM (h200, 2026-12-01)
+PASS = 8  # rows of x of a pass: the N of an mma
+STAGE_LOADS = 4  # 16-byte loads of x that a thread keeps in flight
+SLOTS = 5  # 80 KB: with one row of x two CTAs fit an SM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static sizes of one product."""
+
+    rows: int  # O, of the matrix as stored ("situ": gate and up rows)
+    k: int
+    x_width: int  # X
+    groups: int = 1
+    group_stride: int = 0
+    finish: str = "bf16"
+    beta: float = 0.0
+    linear_beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {self.k}"
+        assert self.x_width % 8 == 0 and self.group_stride % 8 == 0
+        assert self.rows % self.groups == 0
+        assert self.groups == 1 or self.rows // self.groups % TILE == 0
+        assert self.finish in ("bf16", "f32", "situ", "add", "gate")
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // TILE)
+
+    @property
+    def blocks(self) -> int:
+        return self.k // BLOCK
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.blocks // CHUNK_BLOCKS)
+
+    @property
+    def out_width(self) -> int:
+        return self.rows // 2 if self.finish == "situ" else self.rows
+
+
+# ---- device ----
+
+
+class Gemv:
+    def __init__(self, shape: Shape, pass_rows: int):
+        self.shape, self.pass_rows = shape, pass_rows
+        slot_blocks = min(CHUNK_BLOCKS, shape.blocks)
+        self.ring = Ring(SLOTS, slot_blocks * BLOCK_BYTES, WARPS)
+        self.x_stride = 2 * shape.x_width + 64  # bytes; 64 more, so that 8 lanes hit 8 bank groups
+        self.x_bytes = pass_rows * self.x_stride
+        self.partial_bytes = 2 * WARPS * TILE * PASS * 4  # two tiles: one barrier a tile
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring.shared_bytes + self.x_bytes + self.partial_bytes + 512
+
+    @cute.jit
+    def __call__(
+        self,
+        x: Int64,
+        weight: Int64,
+        extra: Int64,
+        extra_stride: Int32,
+        out: Int64,
+        num_tokens: Int32,
+        grid: Int32,
+        stream,
+    ):
+        self.kernel(x, weight, extra, extra_stride, out, num_tokens).launch(
+            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: Int64,
+        weight: Int64,
+        extra: Int64,
+        extra_stride: Int32,
+        out: Int64,
+        num_tokens: Int32,
+    ):
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        barriers, ring_base = self.ring.allocate(smem)
+        x_base = Int32(smem.allocate(self.x_bytes, byte_alignment=128).toint())
+        partial = Int32(smem.allocate(self.partial_bytes, byte_alignment=128).toint())
+        self.ring.init(barriers, tid)
+        cute.arch.sync_threads()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        if warp == WARPS:
+            self.load(weight, num_tokens, barriers, ring_base)
+        else:
+            cute.arch.griddepcontrol_wait()
+            self.compute(
+                x, extra, extra_stride, out, num_tokens, barriers, ring_base, x_base, partial
+            )
+
+    @cute.jit
+    def load(self, weight: Int64, num_tokens: Int32, barriers, ring_base: Int32):
+        """The loader warp: this CTA's tiles, chunk by chunk, once for every pass."""
+        shape = self.shape
+        cta, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        policy = evict_first_policy()
+        position = self.ring.state()
+        for _ in cutlass.range(0, num_tokens, self.pass_rows, unroll=1):
+            for tile in cutlass.range(cta, shape.tiles, grid, unroll=1):
+                source = weight + Int64(tile) * (shape.blocks * BLOCK_BYTES)
+                for chunk in cutlass.range(shape.chunks, unroll=1):
+                    first = chunk * CHUNK_BLOCKS
+                    blocks = cutlass.min(shape.blocks - first, CHUNK_BLOCKS)
+                    self.ring.fill(
+                        barriers,
+                        ring_base,
+                        position,
+                        source + Int64(first * BLOCK_BYTES),
+                        blocks * BLOCK_BYTES,
+                        policy,
+                        lane,
+                    )
+
+    @cute.jit
+    def compute(
+        self,
+        x: Int64,
+        extra: Int64,
+        extra_stride: Int32,
+        out: Int64,
+        num_tokens: Int32,
+        barriers,
+        ring_base: Int32,
+        x_base: Int32,
+        partial: Int32,
+    ):
+        """The compute warps: per pass stage x, then tile by tile multiply, add up, finish."""
+        shape = self.shape
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        position = self.ring.state()
+        for first in cutlass.range(0, num_tokens, self.pass_rows, unroll=1):
+            count = cutlass.min(num_tokens - first, self.pass_rows)
+            self.stage(x + Int64(first) * (2 * shape.x_width), count, x_base, tid)
+            cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
+            parity = Int32(0)
+            for tile in cutlass.range(cta, shape.tiles, grid, unroll=1):
+                where = partial + parity * (self.partial_bytes // 2)
+                self.tile(tile, count, barriers, ring_base, position, x_base, where, tid)
+                cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
+                self.finish(tile, first, count, where, extra, extra_stride, out, tid)
+                parity = parity ^ 1
+            # x and the partials of the last tile are read by all before they are staged anew
+            cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
+
+    @cute.jit
+    def stage(self, x: Int64, count: Int32, x_base: Int32, tid: Int32):
+        """x [count, X] to shared memory, rows padded."""
+        per_row = self.shape.x_width // 8  # 16-byte pieces
+        pieces = count * per_row
+        step = STAGE_LOADS * WARPS * 32
+        for base in cutlass.range(tid, pieces, step, unroll=1):
+            words = []
+            for i in cutlass.range_constexpr(STAGE_LOADS):  # all in flight; past the end, the last
+                piece = cutlass.min(base + i * WARPS * 32, pieces - 1)
+                words.append(ld_global_u32x4(x + Int64(piece) * 16))
+            for i in cutlass.range_constexpr(STAGE_LOADS):
+                piece = cutlass.min(base + i * WARPS * 32, pieces - 1)
+                row, column = piece // per_row, piece % per_row
+                st_shared_u32x4(x_base + row * self.x_stride + column * 16, words[i])
+
+    @cute.jit
+    def tile(
+        self,
+        tile: Int32,
+        count: Int32,
+        barriers,
+        ring_base: Int32,
+        position,
+        x_base: Int32,
+        partial: Int32,
+        tid: Int32,
+    ):
+        """16 weight rows times `count` rows of x, this warp's share of K, to `partial`."""
+        shape = self.shape
+        lane, warp = tid % 32, tid // 32
+        row, quad = lane // 4, lane % 4
+        # Lanes of rows that are not there read row 0; their columns are never stored.
+        token = cutlass.min(row, count - 1)
+        x_at = x_base + token * self.x_stride + quad * 16
+        if const_expr(shape.groups > 1):
+            group = tile * TILE // (shape.rows // shape.groups)
+            x_at = x_at + group * (2 * shape.group_stride)
+        c = cute.make_rmem_tensor((8,), Float32)  # two chains of accumulators
+        for i in cutlass.range_constexpr(8):
+            c[i] = Float32(0.0)
+        for chunk in cutlass.range(shape.chunks, unroll=1):
+            at = self.ring.wait(barriers, ring_base, position)
+            for i in cutlass.range_constexpr(-(-CHUNK_BLOCKS // WARPS)):
+                block = warp + i * WARPS
+                if chunk * CHUNK_BLOCKS + block < shape.blocks:
+                    weights = at + block * BLOCK_BYTES + lane * 16
+                    r = ld_shared_u32x4(weights)  # row `row`, 8 columns
+                    s = ld_shared_u32x4(weights + 8 * BLOCK * 2)  # row `row` + 8
+                    v = ld_shared_u32x4(x_at + (chunk * CHUNK_BLOCKS + block) * (BLOCK * 2))
+                    low = mma_bf16((r[0], s[0], r[1], s[1]), (v[0], v[1]), (c[0], c[1], c[2], c[3]))
+                    high = mma_bf16(
+                        (r[2], s[2], r[3], s[3]), (v[2], v[3]), (c[4], c[5], c[6], c[7])
+                    )
+                    for j in cutlass.range_constexpr(4):
+                        c[j] = low[j]
+                        c[4 + j] = high[j]
+            self.ring.release(barriers, position, lane)
+        # [warp, token, row]: c0 and c1 are row `row` of tokens 2 quad, 2 quad + 1; c2, c3 row + 8
+        mine = partial + warp * (TILE * PASS * 4) + (2 * quad * TILE + row) * 4
+        st_shared_f32(mine, c[0] + c[4])
+        st_shared_f32(mine + TILE * 4, c[1] + c[5])
+        st_shared_f32(mine + 8 * 4, c[2] + c[6])
+        st_shared_f32(mine + (TILE + 8) * 4, c[3] + c[7])
+
+    @cute.jit
+    def finish(
+        self,
+        tile: Int32,
+        first: Int32,
+        count: Int32,
+        partial: Int32,
+        extra: Int64,
+        extra_stride: Int32,
+        out: Int64,
+        tid: Int32,
+    ):
+        """Threads 0..127: one (token, row) each; adds the warps' parts in order and stores."""
+        shape = self.shape
+        token, row = tid // TILE, tid % TILE
+        o = tile * TILE + row
+        live = (token < count) & (o < shape.rows)
+        if const_expr(shape.finish == "situ"):  # rows 0..7 gate, 8..15 up
+            o = tile * 8 + row
+            live = (token < count) & (row < 8) & (o < shape.out_width)
+        if live:
+            value = self.total(partial, token, row)
+            t = Int64(first + token)
+            if const_expr(shape.finish == "f32"):
+                st_global_f32(out + (t * shape.out_width + Int64(o)) * 4, value)
+            else:
+                if const_expr(shape.finish == "situ"):
+                    up = self.total(partial, token, row + 8)
+                    value = situ(value, up, shape.beta, shape.linear_beta)
+                if const_expr(shape.finish in ("add", "gate")):
+                    other = self.extra(extra + (t * Int64(extra_stride) + Int64(o)) * 2)
+                    if const_expr(shape.finish == "add"):
+                        value = value + other
+                    else:
+                        value = bf16_low(pack_bf16(value, value)) * sigmoid(other)
+                st_global_u16(
+                    out + (t * shape.out_width + Int64(o)) * 2, pack_bf16(value, Float32(0.0))
+                )
+
+    def total(self, partial, token, row):
+        at = partial + (token * TILE + row) * 4
+        return tree([ld_shared_f32(at + w * (TILE * PASS * 4)) for w in range(WARPS)])
+
+    def extra(self, at):
+        """One bf16 of global memory as float32."""
+        return bf16_low(ld_global_u16(at))
+
+
+# ---- host ----
+
+
+def pack_gemv(weight: torch.Tensor, situ: bool = False) -> torch.Tensor:
+    """weight [O, K] bf16 -> [tiles, K / 32, 16, 32] bf16: a tile's blocks in the order of K.
+
+    A block is 16 rows of 32 columns as they lie, which is what the lanes of two mma read with two
+    16-byte loads. Missing rows of the last tile are zero. situ: gate rows first, then as many up
+    rows; tile i holds gate rows 8 i .. 8 i + 7, then the same up rows.
+    """
+    rows, k = weight.shape
+    assert k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {k}"
+    if situ:
+        gate, up = (
+            torch.nn.functional.pad(h, (0, 0, 0, -(rows // 2) % 8)) for h in weight.chunk(2)
+        )
+        weight = torch.stack([gate.unflatten(0, (-1, 8)), up.unflatten(0, (-1, 8))], 1).flatten(
+            0, 2
+        )
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % TILE))
+    return padded.view(-1, TILE, k // BLOCK, BLOCK).transpose(1, 2).contiguous()
+
+
+@functools.cache
+def compile_gemv(shape: Shape, pass_rows: int, arch: str):
+    args = (Int64(0), Int64(0), Int64(0), Int32(0), Int64(0), Int32(1), Int32(1))
+    return compile_kernel(Gemv(shape, pass_rows), (*args, make_fake_stream()), arch)
+
+
+def gemv(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    shape: Shape,
+    *,
+    out: torch.Tensor,
+    extra: torch.Tensor | None = None,
+) -> None:
+    """x [T, X] bf16, packed by `pack_gemv`, extra [T, >= O] bf16 -> out [T, O]."""
+    tokens = x.shape[0]
+    assert x.dtype == torch.bfloat16 and x.shape[1] == shape.x_width and x.is_contiguous()
+    assert packed.shape == (shape.tiles, shape.blocks, TILE, BLOCK) and packed.is_contiguous()
+    assert out.shape == (tokens, shape.out_width) and out.is_contiguous()
+    assert out.dtype == (torch.float32 if shape.finish == "f32" else torch.bfloat16)
+    assert (extra is not None) == (shape.finish in ("add", "gate"))
+    pass_rows = 1 if tokens == 1 else PASS
+    kernel = compile_gemv(shape, pass_rows, arch_of(x.device.index))
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    grid = min(shape.tiles, sms * (2 if pass_rows == 1 else 1))
+    launch(
+        kernel,
+        address(x),
+        address(packed),
+        address(extra) if extra is not None else 0,
+        extra.stride(0) if extra is not None else 0,
+        address(out),
+        tokens,
+        grid,
+    )
