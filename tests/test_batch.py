@@ -409,6 +409,17 @@ def test_resume_from_every_place_gives_the_same_file(engine: Engine, tmp_path: P
         assert counts.resumed == data[:place].count(b"\n")
 
 
+def test_resume_leaves_nothing_of_a_torn_line(engine: Engine, tmp_path: Path) -> None:
+    """Without a seed the line that follows may be shorter than what was torn off."""
+    source, target = write(tmp_path / "in.jsonl", [plain("a"), b"bad"]), tmp_path / "out.jsonl"
+    run(engine, source, target)
+    whole = target.read_bytes()
+    first, _ = whole.splitlines(keepends=True)
+    target.write_bytes(first + b'{"index": 1, "text": "' + b"x" * 5000)
+    run(engine, source, target, resume=True)
+    assert target.read_bytes() == whole
+
+
 def test_resume_goes_on_with_lines_that_were_added(engine: Engine, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [plain("a")]), tmp_path / "out.jsonl"
     run(engine, source, target, resume=True)  # nothing there yet is fine

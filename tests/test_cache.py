@@ -221,6 +221,14 @@ def test_snapshots_are_bounded_and_the_least_used_goes_first() -> None:
     check_all_free(none)
 
 
+def test_the_same_ids_are_kept_once() -> None:
+    m = manager(num_blocks=20)
+    for ids in ([1, 2, 3], [4, 5, 6], [4, 5, 6], [4, 5, 6]):
+        produce(m, ids)
+    assert [s.token_ids for s in m.snapshots] == [(1, 2, 3), (4, 5, 6)]
+    m.audit([])
+
+
 def test_snapshots_make_room_oldest_first() -> None:
     m = manager(num_blocks=6)
     for first in (1, 2, 3):
@@ -243,6 +251,15 @@ def test_snapshots_stay_while_dropping_them_would_not_help() -> None:
     assert m.admit([*[1] * 5, 4], 20) is None
     assert [s.token_ids[0] for s in m.snapshots] == [1]
     m.release(slot, blocks)
+
+
+def test_blocks_that_a_request_shares_with_a_snapshot_are_no_room() -> None:
+    m = manager(num_blocks=6)
+    slot, blocks, _ = m.admit([1] * 5, 16) or pytest.fail("there is room")
+    m.snapshot([1] * 5, slot, blocks)  # two of the four
+    assert m.admit([9], 16) is None
+    assert [s.token_ids[0] for s in m.snapshots] == [1]
+    m.audit([(slot, blocks)])
 
 
 def test_a_snapshot_is_given_up_when_it_stands_in_its_own_way() -> None:

@@ -329,7 +329,7 @@ def test_leaving_a_stream_early_cancels() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "half", "after"])
-@pytest.mark.parametrize("call", [1, 3, 9, 12])  # in the prefill, in the decode
+@pytest.mark.parametrize("call", [1, 3, 9, 12, 13])  # in the prefill, in the decode of either
 def test_an_interrupted_step_leaves_no_half_step_behind(
     monkeypatch: pytest.MonkeyPatch, when: str, call: int
 ) -> None:
@@ -359,6 +359,10 @@ def test_an_interrupted_step_leaves_no_half_step_behind(
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ids_of(7), greedy(6))
     assert engine.num_unfinished == 1  # the one that was generated is gone
+    kept = [[*s.token_ids, 9] for s in engine._manager.snapshots]
+    for prompt in reversed(kept):  # before others push the newest out
+        result = engine.generate(prompt, greedy(6))
+        assert result.token_ids == solo(job(prompt, greedy(6)))[0].token_ids
     engine.run([other])
     torn = other.result()
     whole = solo(job(ids_of(2, seed=3), greedy(20)))[0]

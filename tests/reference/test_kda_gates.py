@@ -100,6 +100,18 @@ def test_strong_gates(bound: float, kind: str, length: int) -> None:
             check_close(chunked[i][0], expected[i], chunk_limit, f"chunked {what}")
 
 
+def test_a_decay_without_end_forgets_what_was() -> None:
+    """F-06: -inf, which no bounded gate gives, is for the walk alone."""
+    g = torch.zeros(9, DK, dtype=torch.float64)
+    g[4] = float("-inf")
+    rows, state = rows_of(9, g, torch.float64), random(31, 1, 2, DK, DV)
+    output, after = recurrence(rows, state)
+    expected = walk(rows, state[0].numpy())
+    check_close(output[0], expected[0], 1e-11, "output")
+    check_close(after[0], expected[1], 1e-11, "state")
+    assert torch.equal(recurrence(rows, 0 * state)[1], after)
+
+
 def test_keys_that_repeat_do_not_ruin_the_triangular_solve() -> None:
     """One key for 130 rows, no decay and beta 1: the worst case of the product form."""
     for dtype in LIMIT:
