@@ -128,6 +128,7 @@ class Engine:
 
         prompt: a text (one user message), messages in the OpenAI form, or ids (taken as they are;
         the reply is then plain text). params: `self.sampling()` gives the checkpoint's defaults.
+        The other options are those of `chat.render`, and mean nothing for ids.
         Raises RequestError where the request can never be served.
         """
         request = self.submit(

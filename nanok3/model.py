@@ -5,9 +5,10 @@ Every line is one call `ops.<name>(inputs, weights, out=...)`; what a call does 
 `ops.py` that was passed in, and its formula stands in `nanok3/reference/<op>.py`. No branch on
 data; the only loop is over layers.
 
-A token's AttnRes streams: `streams[0]` is the embedding, `streams[b + 1]` the running sum of block
-b. A sub-layer leaves its output in `delta`; the next `attn_res` adds it to the running sum, mixes
-the streams seen so far and normalises. The first sum of a block starts `fresh`, from its delta.
+A token's AttnRes streams: `streams[0]` is the embedding, `streams[b + 1]` the running sum of
+res_block b. A sub-layer leaves its output in `delta`; the next `attn_res` adds it to the running
+sum, mixes the streams seen so far and normalises. The first sum of a res_block starts `fresh`, from
+its delta.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ def forward(
     config: ModelConfig, w: Weights, cache: Cache, step: Step, buf: Buffers, ops: Ops
 ) -> None:
     """Tokens of `step` -> `buf.logits`; the caches hold these tokens afterwards."""
-    block = config.attn_res_block_size
+    res_block = config.attn_res_block_size  # layers
     ops.embed(step.input_ids, w.embed, out=buf.delta)  # [T, C]
     for i, layer in enumerate(w.layers):
-        streams = buf.streams[: -(-i // block) + 1]
+        streams = buf.streams[: -(-i // res_block) + 1]
         if config.is_kda(i):
             k = config.kda_layer_ids.index(i)
             kda_layer(layer, cache.conv_state[k], cache.state[k], streams, i == 0, step, buf, ops)
         else:
             m = config.mla_layer_ids.index(i)
             mla_layer(layer, cache.latent[m], streams, i == 0, step, buf, ops)
-        streams = buf.streams[: i // block + 2]
+        streams = buf.streams[: i // res_block + 2]
         if isinstance(layer.mlp, DenseWeights):
-            dense_mlp(layer, layer.mlp, streams, i % block == 0, buf, ops)
+            dense_mlp(layer, layer.mlp, streams, i % res_block == 0, buf, ops)
         else:
-            latent_moe(layer, layer.mlp, streams, i % block == 0, buf, ops)
+            latent_moe(layer, layer.mlp, streams, i % res_block == 0, buf, ops)
     head(w, buf.streams, step, buf, ops)
 
 

@@ -5,7 +5,7 @@
     a     = (V . score) * rsqrt(mean(V^2) + eps)                       [n, T]
     out   = rms_norm(softmax(a) . V, norm, eps)
 
-A finished block's last running sum is its own snapshot: the next block sums into the next stream,
+A finished res_block's last running sum is its own snapshot: the next one sums into the next stream,
 so that nothing is ever copied. `score` is the product of the checkpoint's norm and projection rows.
 """
 

@@ -110,7 +110,7 @@ def sub_chunk(lower_bound: float) -> int:
 def chunked_recurrence(
     rows: KDARows, state: Tensor, lower_bound: float, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """The same in chunks of C rows (kimi-k3 report; the triangular solve replaces the walk).
+    """The same in chunks of C rows: a triangular solve replaces the walk.
 
     exp(-G) is only formed relative to the start of a sub-chunk, so that nothing overflows.
     """
