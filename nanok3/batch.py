@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanok3.batch_lines import Line, error_record, failed, names, read_lines, result_record
+from nanok3.chat import DEFAULT_EFFORT
 from nanok3.console import OutputError, TextError, decode_text, parse_json
 from nanok3.engine import Engine
 from nanok3.progress import StatusLine
@@ -159,7 +160,7 @@ def _start(engine: Engine, line: Line, overrides: Overrides) -> _Started:
             engine.sampling(**(ask.sampling | overrides.sampling)),
             tools=ask.tools,
             thinking=thinking is not False,
-            thinking_effort=overrides.effort or ask.effort or "max",
+            thinking_effort=overrides.effort or ask.effort or DEFAULT_EFFORT,
             tool_choice=ask.tool_choice,
             response_format=ask.response_format,
         )

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from nanok3.messages import Call, Message, Part, as_mapping, read_messages, read_tools
 
 OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
+DEFAULT_EFFORT = "max"  # of the engine and the commands; `render` adds none by itself
 EFFORTS = ("low", "high", "max")  # the prompt's own text names medium too, but K3 refuses it
 
 _TOOLS = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from nanok3.config import default_dtype
 from nanok3.console import (
     OutputError,
     TextError,
@@ -41,8 +42,7 @@ WHERE = (
     click.option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16", "float64"]),
-        default="float32",
-        show_default=True,
+        help="Else float32 on a CPU and bfloat16, the only one there, on a GPU.",
     ),
 )
 COMMON = (
@@ -186,7 +186,7 @@ def bench() -> None:
 def bench_decode(
     model: Path | None,
     device: str,
-    dtype: str,
+    dtype: str | None,
     requests: tuple[int, ...],
     prompt_tokens: int,
     decode_tokens: int,
@@ -199,7 +199,7 @@ def bench_decode(
     return commands.bench_decode(
         model,
         device,
-        dtype,
+        dtype or default_dtype(device),
         requests=requests,
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
@@ -215,6 +215,7 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
         sampling["stop"] = given["stop"]
     thinking = None if given["thinking"] is None else given["thinking"] == "on"
     others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "show_config")
+    given["dtype"] = given["dtype"] or default_dtype(given["device"])
     return {"sampling": sampling, "thinking": thinking} | {name: given[name] for name in others}
 
 

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanok3 import bench
 from nanok3.batch import InputError, Overrides, check_paths, run_batch
+from nanok3.chat import DEFAULT_EFFORT
 from nanok3.chat_session import ChatSession, follow
 from nanok3.checkpoint import CheckpointError
 from nanok3.config import EngineConfig, load_config
 from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
+from nanok3.device import device_problems
 from nanok3.engine import DEFAULT_MAX_TOKENS, Engine, RequestError
 from nanok3.exits import DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
 from nanok3.progress import ProgressLine
@@ -59,7 +59,7 @@ class Options:
 
 def chat(options: Options) -> int:
     engine = load(options, is_single=True)
-    effort = options.effort or "max"
+    effort = options.effort or DEFAULT_EFFORT
     note(
         f"{options.model_dir.name}, {options.dtype} on {options.device}, room for "
         f"{engine.max_context} tokens, "
@@ -90,7 +90,7 @@ def generate(
                 engine.sampling(**options.sampling),
                 tools=tools,
                 thinking=options.is_thinking,
-                thinking_effort=options.effort or "max",
+                thinking_effort=options.effort or DEFAULT_EFFORT,
             )
         except RequestError as error:
             raise Refused(REQUEST, str(error)) from error
@@ -138,7 +138,7 @@ def bench_decode(
     repeats: int,
     as_json: bool,
 ) -> int:
-    _check_device(device)
+    _check_device(device, dtype)
     model_dir = model or PACKAGED_MODEL
     try:
         with _model_refused(model_dir):
@@ -170,7 +170,7 @@ def load(options: Options, *, is_single: bool) -> Engine:
     """The engine, or Refused. `is_single`: one request at a time, with all the room it can use."""
     if problems := SamplingParams(**options.sampling).problems():
         raise Refused(USAGE, "; ".join(problems))
-    _check_device(options.device)
+    _check_device(options.device, options.dtype)
     with _model_refused(options.model_dir):
         engine = Engine.load(
             options.model_dir,
@@ -204,15 +204,11 @@ def _model_refused(model_dir: Path) -> Iterator[None]:
         raise Refused(MODEL, message) from error
 
 
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    found = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if found is None:
+def _check_device(device: str, dtype: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise Refused(USAGE, f"--device must be cpu, cuda or cuda:N, not {device!r}")
-    count = torch.cuda.device_count()
-    if int(found[1] or 0) >= count:
-        raise Refused(USAGE, f"--device {device}: this machine has {count} CUDA devices")
+    if problems := device_problems(device, dtype, 0):
+        raise Refused(MODEL, "; ".join(problems))
 
 
 def _settings(options: Options, is_single: bool) -> EngineConfig:

@@ -169,6 +169,11 @@ class GenerationDefaults:
     eos_token_id: tuple[int, ...] = ()  # written as one id or as a list
 
 
+def default_dtype(device: str) -> str:
+    """The dtype of activations where nobody names one."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs a model; what cannot be run is told by `problems`."""
@@ -237,7 +242,10 @@ def load_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     if not path.is_file():
         raise ConfigError([f"{path}: no such file; name a directory with a K3 checkpoint"])
-    return ModelConfig.from_dict(read_json(path))
+    try:
+        return ModelConfig.from_dict(read_json(path))
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 
 
 def load_generation_defaults(model_dir: Path) -> GenerationDefaults:

@@ -121,6 +121,14 @@ def st_global_f32x4(address, values):
     asm("st.global.v4.f32 [$0],{$1,$2,$3,$4};", "l,f,f,f,f,~{memory}", (address, *values))
 
 
+def st_global_f32x2(address, values):
+    asm("st.global.v2.f32 [$0],{$1,$2};", "l,f,f,~{memory}", (address, *values))
+
+
+def st_global_u32x2(address, words):
+    asm("st.global.v2.u32 [$0],{$1,$2};", "l,r,r,~{memory}", (address, *words))
+
+
 def st_global_u32x4(address, words):
     asm("st.global.v4.u32 [$0],{$1,$2,$3,$4};", "l,r,r,r,r,~{memory}", (address, *words))
 
@@ -167,6 +175,21 @@ def mapa_shared(address, rank):
 def st_cluster_f32(address, value):
     """Weak: seen by the other CTA after cluster_arrive here and cluster_wait there."""
     asm("st.shared::cluster.f32 [$0],$1;", "r,f,~{memory}", (address, value))
+
+
+def ldmatrix_x4(address):
+    """Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l // 8 (16 bytes).
+
+    Word i of lane 4g + q: row g of matrix i, columns 2q and 2q + 1.
+    """
+    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3},[$4];"
+    return asm(code, "=r,=r,=r,=r,r,~{memory}", (address,), U4)
+
+
+def ldmatrix_x4_trans(address):
+    """The same, transposed. Word i of lane 4g + q: column g of matrix i, rows 2q and 2q + 1."""
+    code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3},[$4];"
+    return asm(code, "=r,=r,=r,=r,r,~{memory}", (address,), U4)
 
 
 def mma_bf16(a, b, c):
@@ -230,6 +253,41 @@ def rsqrt_approx(value):
     return asm("rsqrt.approx.ftz.f32 $0,$1;", "=f,f", (value,), Float32, effects=False)
 
 
+def ld_global_u32x4_or_zero(address, wanted):
+    """16 bytes as four words; without `wanted` zeros, and the address is not read."""
+    code = (
+        "{.reg .pred p; setp.ne.s32 p,$5,0; mov.u32 $0,0; mov.u32 $1,0; mov.u32 $2,0; mov.u32 $3,0; "
+        "@p ld.global.v4.u32 {$0,$1,$2,$3},[$4];}"
+    )
+    return asm(code, "=&r,=&r,=&r,=&r,l,r,~{memory}", (address, wanted), U4)
+
+
+def ld_shared_u16(address):
+    """Zero-extended."""
+    code = "{.reg .b16 t; ld.shared.u16 t,[$1]; cvt.u32.u16 $0,t;}"
+    return asm(code, "=r,r,~{memory}", (address,), Uint32)
+
+
+def ld_shared_u32x2(address):
+    return asm("ld.shared.v2.u32 {$0,$1},[$2];", "=r,=r,r,~{memory}", (address,), U2)
+
+
+def red_or_shared(address, word):
+    """Relaxed, at CTA scope."""
+    asm("red.relaxed.cta.shared.or.b32 [$0],$1;", "r,r,~{memory}", (address, word))
+
+
+def warp_max_u32(word):
+    """The largest of the warp's 32 words, in every lane."""
+    return asm("redux.sync.max.u32 $0,$1,0xffffffff;", "=r,r", (word,), Uint32)
+
+
+def lowest_bit(word):
+    """Number of the lowest set bit; 32 if there is none."""
+    code = "{.reg .b32 t; brev.b32 t,$1; clz.b32 $0,t;}"
+    return asm(code, "=r,r", (word,), Int32, effects=False)
+
+
 def evict_first_policy():
     """L2 policy of data that is read once."""
     code = "createpolicy.fractional.L2::evict_first.b64 $0,1.0;"
@@ -244,6 +302,11 @@ def bulk_copy_g2s(shared, address, num_bytes, mbarrier, policy):
         "r,l,r,r,l,~{memory}",
         (shared, address, num_bytes, mbarrier, policy),
     )
+
+
+def cp_async_16(shared, address):
+    """16 bytes from global to shared memory; waited for with cute.arch.cp_async_wait_group."""
+    asm("cp.async.cg.shared.global [$0],[$1],16;", "r,l,~{memory}", (shared, address))
 
 
 # ---- device: small functions of several instructions ----

@@ -14,6 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,24 @@ from torch import Tensor
 
 from nanok3.cache import TRASH
 from nanok3.channels import STOP_TOKENS
-from nanok3.chat import render
+from nanok3.chat import DEFAULT_EFFORT, render
 from nanok3.checkpoint import Checkpoint
 from nanok3.config import (
     EngineConfig,
     GenerationDefaults,
     ModelConfig,
+    default_dtype,
     load_config,
     load_generation_defaults,
 )
+from nanok3.device import device_problems
 from nanok3.progress import Progress
 from nanok3.reply import Event
 from nanok3.request import Request, Result
 from nanok3.runner import DTYPES, Runner
 from nanok3.sampling import SamplingParams
 from nanok3.tokenizer import RANK_FILE, Tokenizer
-from nanok3.weights import Filler, Weights, build, expected_tensors
+from nanok3.weights import Filler, Weights, build, expected_tensors, table
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -74,26 +77,31 @@ class Engine:
         path: str | Path,
         *,
         device: str = "cpu",
-        dtype: str = "float32",
+        dtype: str | None = None,
         settings: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """The model of a checkpoint directory, ready to run.
 
         path: a directory in the official layout (config.json, index, shards, tiktoken.model).
-        dtype: "float32", "bfloat16" or "float64", of weights and activations.
+        device: "cpu", "cuda" or "cuda:N" (Hopper or later; decodes from captured graphs).
+        dtype: "float32", "bfloat16" or "float64", of weights and activations; else float32 on a
+        CPU and bfloat16, the only one there, on a GPU.
         settings: everything else; its device and dtype give way to the arguments.
         Raises FileNotFoundError, ConfigError, CheckpointError or ValueError, with every reason at
         once, before a weight is read. Without a tokenizer file only prompts of ids can be served.
         """
         path = Path(path)
+        dtype = dtype or default_dtype(device)
         settings = replace(settings or EngineConfig(), device=device, dtype=dtype)
         if not path.is_dir():
             raise FileNotFoundError(
                 f"{path}: no such directory; name one that holds a K3 checkpoint"
             )
         config = load_config(path)
-        if problems := settings.problems(config):
+        # On a GPU the weights lie there twice: for decode kernels and for prefill.
+        twice = 4 * sum(prod(field.shape) for field in table(config))
+        if problems := settings.problems(config) or device_problems(device, dtype, twice):
             raise ValueError("\n".join(problems))
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
@@ -120,7 +128,7 @@ class Engine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: bool = True,
-        thinking_effort: str | None = "max",
+        thinking_effort: str | None = DEFAULT_EFFORT,
         tool_choice: str | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> Result:
@@ -153,7 +161,7 @@ class Engine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: bool = True,
-        thinking_effort: str | None = "max",
+        thinking_effort: str | None = DEFAULT_EFFORT,
         tool_choice: str | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> Iterator[Event | Result]:
@@ -217,7 +225,7 @@ class Engine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: bool = True,
-        thinking_effort: str | None = "max",
+        thinking_effort: str | None = DEFAULT_EFFORT,
         tool_choice: str | None = None,
         response_format: Mapping[str, Any] | None = None,
         before: Sequence[int] = (),

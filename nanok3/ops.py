@@ -57,7 +57,8 @@ REFERENCE = Ops(
 )
 PREFILL = replace(REFERENCE, kda=kda_chunked_ref, mla=mla_expanded_ref)
 DECODE = replace(REFERENCE, kda=kda_one_row, mla=mla_one_row, experts=experts_one_row)
-TRAIN = replace(PREFILL, experts=experts_grouped_ref)
+PREFILL_CUDA = replace(PREFILL, experts=experts_grouped_ref)
+TRAIN = PREFILL_CUDA  # on Fresh buffers
 
 
 class Fresh:

@@ -18,15 +18,23 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from nanok3.kernels.gemv import Shape, gemv, pack_gemv
+from nanok3.kernels.gemv import gemv
+from nanok3.kernels.gemv_layout import Shape, pack_gemv
 
 STREAM_BYTES_PER_S = 4.64e12  # a bulk-copy ring on an H200
 REPLAYS = 15
+SITU = {"finish": "situ", "beta": 4.0, "linear_beta": 25.0}
 SHAPES = {
     "in_proj": Shape(3220, 7168, 7168),
+    "in_proj split 2": Shape(3220, 7168, 7168, split=2),
+    "in_proj split 4": Shape(3220, 7168, 7168, split=4),
     "o_proj": Shape(7168, 768, 768),
     "latent_down": Shape(224, 7168, 7168),
-    "shared gate_up": Shape(768, 7168, 7168, finish="situ", beta=4.0, linear_beta=25.0),
+    "latent_down split 4": Shape(224, 7168, 7168, split=4),
+    "latent_down split 7": Shape(224, 7168, 7168, split=7),
+    "shared gate_up": Shape(768, 7168, 7168, **SITU),
+    "gate_up split 4": Shape(768, 7168, 7168, split=4, **SITU),
+    "front split 4": Shape(1048, 7168, 7168, split=4),
     "shared down": Shape(7168, 384, 384),
     "lm_head": Shape(10240, 7168, 7168, finish="f32"),
 }
@@ -91,7 +99,7 @@ def bench(name: str, shape: Shape, tokens: int) -> dict[str, object]:
         result[key] = {"us": median, "least": min(values), "most": max(values), "share": share}
         spread = f"({min(values):.2f} .. {max(values):.2f})"
         speed = f"{num_bytes / median / 1e3:7.0f} GB/s {100 * share:5.1f} %"
-        print(f"{name:15} T={tokens} {key:9} {median:7.2f} us {spread} {speed}", flush=True)
+        print(f"{name:20} T={tokens} {key:9} {median:7.2f} us {spread} {speed}", flush=True)
     return result
 
 

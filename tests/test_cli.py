@@ -162,7 +162,6 @@ def test_only_the_command_line_knows_click() -> None:
         (["generate", "x", "--stop", ""], "none of them empty"),
         (["generate", "x", "--dtype", "float16"], "'float16' is not one of"),
         (["generate", "x", "--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
-        (["generate", "x", "--device", "cuda:99"], "this machine has"),
         (["generate", "x", "--context", "100000"], "reads at most 4096 tokens"),
         (["generate", "x", "--requests", "0"], "--requests"),
         (["generate", "x", "--file", "y"], "give one of PROMPT, --file and --messages"),
@@ -459,3 +458,11 @@ def test_bench_decode_ends_with_a_line_of_json(
     monkeypatch.setattr(commands.bench, "bench_decode", wrong)
     code, out, err = run(capsys, "bench", "decode")
     assert (code, out, err) == (1, "", "nanok3: no speed is reported: values are off\n")
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_loading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = run(capsys, "generate", "Hello", "--device", "cuda")
+    assert (code, out) == (3, "") and err.startswith("nanok3: ") and err.count("\n") == 1

@@ -5,25 +5,32 @@ finish   "bf16"  out = the sum                                          (project
          "situ"  out[t, o] = situ(gate row o, up row o), 2 O rows       (gate_up)
          "add"   out = the sum + extra[t, o]                            (latent_up after its norm)
          "gate"  out = round(sum) * sigmoid(extra[t, o])                (MLA values)
-Shapes   x [T, X] bf16, weight [O, K] packed by `pack_gemv`, extra [T, >= O] bf16 (row stride given)
+Shapes   x [T, X] bf16, weight [O, K] packed by `gemv_layout`, extra [T, >= O] bf16 (row stride given)
          -> out [T, O] bf16 or f32. O, K, X static; T is read at launch, any T >= 1.
          groups > 1: block-diagonal; rows of group j read x from column j * group_stride on.
+         split > 1: K in that many parts, one a CTA of a cluster.
 Bytes    2 O K for every 8 rows of x, + 2 T X a CTA through L2. O = 3220, K = 7168, T = 1: 46.2 MB,
          10.0 us at 4.64 TB/s.
-Grid     CTAs take tiles of 16 weight rows in turn; 8 compute warps share a tile's K, 1 warp loads.
+Grid     clusters of `split` CTAs take tiles of 16 weight rows in turn; the CTAs, and in each 8
+         compute warps, share a tile's K; 1 warp a CTA loads. A split is for products with too few
+         tiles to fill the SMs, and keeps the staged part of x small.
 Waits    weights: none (they are constant), so the loader starts before the grid dependency; x and
          extra: the grid dependency (griddepcontrol.wait), by the compute warps.
 Signals  launch_dependents at once: the next kernel's loader may fill its ring beside this one.
+         Within a cluster, once a tile:
+             sums [2, split, 128] f32  written by CTA r's threads on rank 0's shared memory, read by
+                                       rank 0 after a cluster barrier that all warps join (the
+                                       loaders too); the other half is written at the next tile,
+                                       when rank 0 has passed that barrier's successor
 Aliases  none: out may be nothing that this kernel reads.
 Archs    sm_90a, sm_100a, sm_103a (warp-level mma, bulk copy).
-Rounding float32 accumulators, 8 K parts added in warp order; one rounding, at the store ("gate":
-         the sum is rounded to bf16 before the gate, as the model does).
+Rounding float32 accumulators; the warps' parts are added by pairs, then the CTAs' in rank order;
+         one rounding, at the store ("gate": the sum is rounded to bf16 first, as the model does).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -43,65 +50,28 @@ from nanok3.dsl import (
     ld_global_u32x4,
     ld_shared_f32,
     ld_shared_u32x4,
+    mapa_shared,
     mma_bf16,
     pack_bf16,
     sigmoid,
     situ,
+    st_cluster_f32,
     st_global_f32,
     st_global_u16,
     st_shared_f32,
     st_shared_u32x4,
     tree,
 )
+from nanok3.kernels.gemv_layout import BLOCK, BLOCK_BYTES, CHUNK_BLOCKS, TILE, Shape
 from nanok3.kernels.ring import Ring
 from nanok3.reference.linear import linear_ref as linear_ref
 
 WARPS = 8  # compute warps; with the loader 288 threads
 THREADS = 32 * (WARPS + 1)
-TILE = 16  # weight rows of a tile: the M of an mma
-BLOCK = 32  # columns of a block: two mma, 16 bytes a lane and row
-BLOCK_BYTES = TILE * BLOCK * 2
-CHUNK_BLOCKS = 16  # blocks of a ring slot, 16 KB: 4 in flight saturate HBM (h200, 2026-12-01)
 PASS = 8  # rows of x of a pass: the N of an mma
 STAGE_LOADS = 4  # 16-byte loads of x that a thread keeps in flight
-SLOTS = 5  # 80 KB: with one row of x two CTAs fit an SM
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Static sizes of one product."""
-
-    rows: int  # O, of the matrix as stored ("situ": gate and up rows)
-    k: int
-    x_width: int  # X
-    groups: int = 1
-    group_stride: int = 0
-    finish: str = "bf16"
-    beta: float = 0.0
-    linear_beta: float = 0.0
-
-    def __post_init__(self) -> None:
-        assert self.k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {self.k}"
-        assert self.x_width % 8 == 0 and self.group_stride % 8 == 0
-        assert self.rows % self.groups == 0
-        assert self.groups == 1 or self.rows // self.groups % TILE == 0
-        assert self.finish in ("bf16", "f32", "situ", "add", "gate")
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.rows // TILE)
-
-    @property
-    def blocks(self) -> int:
-        return self.k // BLOCK
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.blocks // CHUNK_BLOCKS)
-
-    @property
-    def out_width(self) -> int:
-        return self.rows // 2 if self.finish == "situ" else self.rows
+MOST_SLOTS, LEAST_SLOTS = 6, 4
+HALF_SM, WHOLE_SM = 113 << 10, 226 << 10  # shared memory of a CTA if two, or one, run on an SM
 
 
 # ---- device ----
@@ -110,15 +80,18 @@ class Shape:
 class Gemv:
     def __init__(self, shape: Shape, pass_rows: int):
         self.shape, self.pass_rows = shape, pass_rows
-        slot_blocks = min(CHUNK_BLOCKS, shape.blocks)
-        self.ring = Ring(SLOTS, slot_blocks * BLOCK_BYTES, WARPS)
-        self.x_stride = 2 * shape.x_width + 64  # bytes; 64 more, so that 8 lanes hit 8 bank groups
+        self.part_width = shape.x_width if shape.split == 1 else shape.part_blocks * BLOCK
+        self.x_stride = 2 * self.part_width + 64  # bytes; 64 more: 8 lanes hit 8 bank groups
         self.x_bytes = pass_rows * self.x_stride
         self.partial_bytes = 2 * WARPS * TILE * PASS * 4  # two tiles: one barrier a tile
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.ring.shared_bytes + self.x_bytes + self.partial_bytes + 512
+        self.sums_bytes = 2 * shape.split * TILE * PASS * 4 if shape.split > 1 else 0
+        slot_bytes = min(CHUNK_BLOCKS, shape.part_blocks) * BLOCK_BYTES
+        others = self.x_bytes + self.partial_bytes + self.sums_bytes + 1024
+        room = HALF_SM if HALF_SM - others >= LEAST_SLOTS * slot_bytes else WHOLE_SM
+        slots = min(MOST_SLOTS, (room - others) // slot_bytes)
+        assert slots >= 2, f"{pass_rows} rows of {self.part_width} columns do not fit an SM"
+        self.ctas_per_sm = 2 if room == HALF_SM else 1
+        self.ring = Ring(slots, slot_bytes, WARPS)
 
     @cute.jit
     def __call__(
@@ -133,7 +106,11 @@ class Gemv:
         stream,
     ):
         self.kernel(x, weight, extra, extra_stride, out, num_tokens).launch(
-            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(grid, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(self.shape.split, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -152,41 +129,58 @@ class Gemv:
         barriers, ring_base = self.ring.allocate(smem)
         x_base = Int32(smem.allocate(self.x_bytes, byte_alignment=128).toint())
         partial = Int32(smem.allocate(self.partial_bytes, byte_alignment=128).toint())
+        sums = partial
+        if const_expr(self.shape.split > 1):
+            sums = Int32(smem.allocate(self.sums_bytes, byte_alignment=128).toint())
         self.ring.init(barriers, tid)
-        cute.arch.sync_threads()
+        if const_expr(self.shape.split > 1):  # and no CTA writes to one that has not begun
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         warp = cute.arch.make_warp_uniform(tid // 32)
         if warp == WARPS:
             self.load(weight, num_tokens, barriers, ring_base)
         else:
             cute.arch.griddepcontrol_wait()
             self.compute(
-                x, extra, extra_stride, out, num_tokens, barriers, ring_base, x_base, partial
+                x, extra, extra_stride, out, num_tokens, barriers, ring_base, x_base, partial, sums
             )
 
     @cute.jit
     def load(self, weight: Int64, num_tokens: Int32, barriers, ring_base: Int32):
         """The loader warp: this CTA's tiles, chunk by chunk, once for every pass."""
         shape = self.shape
-        cta, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
+        rank, cluster, clusters = self.place()
         lane = cute.arch.lane_idx()
         policy = evict_first_policy()
         position = self.ring.state()
+        first_block = rank * shape.part_blocks
         for _ in cutlass.range(0, num_tokens, self.pass_rows, unroll=1):
-            for tile in cutlass.range(cta, shape.tiles, grid, unroll=1):
-                source = weight + Int64(tile) * (shape.blocks * BLOCK_BYTES)
+            for tile in cutlass.range(cluster, shape.tiles, clusters, unroll=1):
+                source = weight + (Int64(tile) * shape.blocks + Int64(first_block)) * BLOCK_BYTES
                 for chunk in cutlass.range(shape.chunks, unroll=1):
                     first = chunk * CHUNK_BLOCKS
-                    blocks = cutlass.min(shape.blocks - first, CHUNK_BLOCKS)
+                    count = cutlass.min(shape.part_blocks - first, CHUNK_BLOCKS)
                     self.ring.fill(
                         barriers,
                         ring_base,
                         position,
                         source + Int64(first * BLOCK_BYTES),
-                        blocks * BLOCK_BYTES,
+                        count * BLOCK_BYTES,
                         policy,
                         lane,
                     )
+                if const_expr(shape.split > 1):
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+
+    def place(self):
+        """-> rank in the cluster, cluster, number of clusters."""
+        cta, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        split = self.shape.split
+        return cta % split, cta // split, grid // split
 
     @cute.jit
     def compute(
@@ -200,38 +194,56 @@ class Gemv:
         ring_base: Int32,
         x_base: Int32,
         partial: Int32,
+        sums: Int32,
     ):
         """The compute warps: per pass stage x, then tile by tile multiply, add up, finish."""
         shape = self.shape
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
+        rank, cluster, clusters = self.place()
         position = self.ring.state()
+        x_part = x + Int64(rank * (2 * BLOCK * shape.part_blocks))
         for first in cutlass.range(0, num_tokens, self.pass_rows, unroll=1):
             count = cutlass.min(num_tokens - first, self.pass_rows)
-            self.stage(x + Int64(first) * (2 * shape.x_width), count, x_base, tid)
+            self.stage(x_part + Int64(first) * (2 * shape.x_width), count, x_base, tid)
             cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
             parity = Int32(0)
-            for tile in cutlass.range(cta, shape.tiles, grid, unroll=1):
+            for tile in cutlass.range(cluster, shape.tiles, clusters, unroll=1):
                 where = partial + parity * (self.partial_bytes // 2)
                 self.tile(tile, count, barriers, ring_base, position, x_base, where, tid)
                 cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
-                self.finish(tile, first, count, where, extra, extra_stride, out, tid)
+                if const_expr(shape.split > 1):
+                    box = sums + parity * (self.sums_bytes // 2)
+                    self.hand_over(where, box, rank, tid)
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+                    if rank == 0:
+                        self.finish(tile, first, count, box, extra, extra_stride, out, tid)
+                else:
+                    self.finish(tile, first, count, where, extra, extra_stride, out, tid)
                 parity = parity ^ 1
             # x and the partials of the last tile are read by all before they are staged anew
             cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
 
     @cute.jit
+    def hand_over(self, partial: Int32, box: Int32, rank: Int32, tid: Int32):
+        """This CTA's sum of its warps' parts, to rank 0."""
+        if tid < TILE * PASS:
+            value = self.total(partial, WARPS, tid)
+            st_cluster_f32(mapa_shared(box + (rank * TILE * PASS + tid) * 4, Int32(0)), value)
+
+    @cute.jit
     def stage(self, x: Int64, count: Int32, x_base: Int32, tid: Int32):
-        """x [count, X] to shared memory, rows padded."""
-        per_row = self.shape.x_width // 8  # 16-byte pieces
+        """This part's columns of x [count, X] to shared memory, rows padded."""
+        per_row = self.part_width // 8  # 16-byte pieces
         pieces = count * per_row
         step = STAGE_LOADS * WARPS * 32
         for base in cutlass.range(tid, pieces, step, unroll=1):
             words = []
             for i in cutlass.range_constexpr(STAGE_LOADS):  # all in flight; past the end, the last
                 piece = cutlass.min(base + i * WARPS * 32, pieces - 1)
-                words.append(ld_global_u32x4(x + Int64(piece) * 16))
+                row, column = piece // per_row, piece % per_row
+                at = x + Int64(row) * (2 * self.shape.x_width) + Int64(column * 16)
+                words.append(ld_global_u32x4(at))
             for i in cutlass.range_constexpr(STAGE_LOADS):
                 piece = cutlass.min(base + i * WARPS * 32, pieces - 1)
                 row, column = piece // per_row, piece % per_row
@@ -266,7 +278,7 @@ class Gemv:
             at = self.ring.wait(barriers, ring_base, position)
             for i in cutlass.range_constexpr(-(-CHUNK_BLOCKS // WARPS)):
                 block = warp + i * WARPS
-                if chunk * CHUNK_BLOCKS + block < shape.blocks:
+                if chunk * CHUNK_BLOCKS + block < shape.part_blocks:
                     weights = at + block * BLOCK_BYTES + lane * 16
                     r = ld_shared_u32x4(weights)  # row `row`, 8 columns
                     s = ld_shared_u32x4(weights + 8 * BLOCK * 2)  # row `row` + 8
@@ -298,7 +310,7 @@ class Gemv:
         out: Int64,
         tid: Int32,
     ):
-        """Threads 0..127: one (token, row) each; adds the warps' parts in order and stores."""
+        """Threads 0..127: one (token, row) each; adds the parts and stores."""
         shape = self.shape
         token, row = tid // TILE, tid % TILE
         o = tile * TILE + row
@@ -307,13 +319,14 @@ class Gemv:
             o = tile * 8 + row
             live = (token < count) & (row < 8) & (o < shape.out_width)
         if live:
-            value = self.total(partial, token, row)
+            parts = WARPS if shape.split == 1 else shape.split
+            value = self.total(partial, parts, token * TILE + row)
             t = Int64(first + token)
             if const_expr(shape.finish == "f32"):
                 st_global_f32(out + (t * shape.out_width + Int64(o)) * 4, value)
             else:
                 if const_expr(shape.finish == "situ"):
-                    up = self.total(partial, token, row + 8)
+                    up = self.total(partial, parts, token * TILE + row + 8)
                     value = situ(value, up, shape.beta, shape.linear_beta)
                 if const_expr(shape.finish in ("add", "gate")):
                     other = self.extra(extra + (t * Int64(extra_stride) + Int64(o)) * 2)
@@ -325,9 +338,9 @@ class Gemv:
                     out + (t * shape.out_width + Int64(o)) * 2, pack_bf16(value, Float32(0.0))
                 )
 
-    def total(self, partial, token, row):
-        at = partial + (token * TILE + row) * 4
-        return tree([ld_shared_f32(at + w * (TILE * PASS * 4)) for w in range(WARPS)])
+    def total(self, partial, parts, index):
+        at = partial + index * 4
+        return tree([ld_shared_f32(at + p * (TILE * PASS * 4)) for p in range(parts)])
 
     def extra(self, at):
         """One bf16 of global memory as float32."""
@@ -335,26 +348,6 @@ class Gemv:
 
 
 # ---- host ----
-
-
-def pack_gemv(weight: torch.Tensor, situ: bool = False) -> torch.Tensor:
-    """weight [O, K] bf16 -> [tiles, K / 32, 16, 32] bf16: a tile's blocks in the order of K.
-
-    A block is 16 rows of 32 columns as they lie, which is what the lanes of two mma read with two
-    16-byte loads. Missing rows of the last tile are zero. situ: gate rows first, then as many up
-    rows; tile i holds gate rows 8 i .. 8 i + 7, then the same up rows.
-    """
-    rows, k = weight.shape
-    assert k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {k}"
-    if situ:
-        gate, up = (
-            torch.nn.functional.pad(h, (0, 0, 0, -(rows // 2) % 8)) for h in weight.chunk(2)
-        )
-        weight = torch.stack([gate.unflatten(0, (-1, 8)), up.unflatten(0, (-1, 8))], 1).flatten(
-            0, 2
-        )
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % TILE))
-    return padded.view(-1, TILE, k // BLOCK, BLOCK).transpose(1, 2).contiguous()
 
 
 @functools.cache
@@ -381,7 +374,7 @@ def gemv(
     pass_rows = 1 if tokens == 1 else PASS
     kernel = compile_gemv(shape, pass_rows, arch_of(x.device.index))
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    grid = min(shape.tiles, sms * (2 if pass_rows == 1 else 1))
+    clusters = min(shape.tiles, sms * Gemv(shape, pass_rows).ctas_per_sm // shape.split)
     launch(
         kernel,
         address(x),
@@ -390,5 +383,5 @@ def gemv(
         extra.stride(0) if extra is not None else 0,
         address(out),
         tokens,
-        grid,
+        clusters * shape.split,
     )

@@ -14,7 +14,8 @@ from nanok3.reference.numerics import situ
 
 pytest.importorskip("cutlass")
 from nanok3.dsl import ARCHS
-from nanok3.kernels.gemv import BLOCK, TILE, Shape, compile_gemv, gemv, pack_gemv
+from nanok3.kernels.gemv import compile_gemv, gemv
+from nanok3.kernels.gemv_layout import BLOCK, TILE, Shape, choose_split, pack_gemv
 
 BETAS = {"beta": 4.0, "linear_beta": 25.0}
 # A wide projection of K3 at TP16 with a part-full last tile; odd small widths of the golden model;
@@ -30,6 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "value": {
         **{"rows": 6 * 128, "k": 512, "x_width": 6 * 512, "groups": 6, "group_stride": 512},
         "finish": "gate",
+    },
+    "latent_down tp16": {"rows": 224, "k": 7168, "x_width": 7168, "split": 2},
+    "split 7, more tiles than clusters": {"rows": 3216, "k": 7168, "x_width": 7168, "split": 7},
+    "situ split": {
+        **{"rows": 40, "k": 2048, "x_width": 2048, "finish": "situ", "split": 4},
+        **BETAS,
     },
     "router": {"rows": 896, "k": 7168, "x_width": 7168, "finish": "f32"},
     "latent_up mini": {"rows": 160, "k": 64, "x_width": 64, "finish": "add"},
@@ -60,6 +67,14 @@ def test_gate_and_up_rows_share_a_tile() -> None:
     packed = pack_gemv(weight, situ=True)[:, 0, :, 0]
     assert packed[0].tolist() == [*range(8), *range(12, 20)]
     assert packed[1].tolist() == [8, 9, 10, 11, 0, 0, 0, 0, 20, 21, 22, 23, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "rows, k, split",
+    [(3220, 7168, 1), (224, 7168, 8), (768, 7168, 4), (7168, 768, 1), (160, 64, 1)],
+)
+def test_few_tiles_split_k(rows: int, k: int, split: int) -> None:
+    assert choose_split(rows, k) == split
 
 
 def product(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
