@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanok3.config import ModelConfig
+from nanok3.config import WHOLE, ModelConfig, Shard
 
 TRASH = 0
 
@@ -37,13 +37,14 @@ def allocate_cache(
     block_size: int,
     dtype: torch.dtype,
     device: str,
+    shard: Shard = WHOLE,
 ) -> Cache:
     """Uninitialised: a slot is cleared when it is given out, a latent row is written before it is
-    read."""
+    read. A rank has the states of its heads; all ranks have the same latents."""
     kda = config.linear_attn_config
-    layers, heads, dim = len(config.kda_layer_ids), kda.num_heads, kda.head_dim
+    layers, heads, dim = len(config.kda_layer_ids), shard.local(kda.num_heads), kda.head_dim
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    conv = (layers, num_slots, kda.short_conv_kernel_size - 1, 3 * kda.width)
+    conv = (layers, num_slots, kda.short_conv_kernel_size - 1, 3 * heads * dim)
     latent = (len(config.mla_layer_ids), num_blocks * block_size, config.latent_width)
     return Cache(
         conv_state=torch.empty(conv, dtype=dtype, device=device),

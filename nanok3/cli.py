@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import click
 
-from nanok3.config import default_dtype
+from nanok3.config import TP_SIZES, default_dtype
 from nanok3.console import (
     OutputError,
     TextError,
@@ -164,6 +165,45 @@ def batch(source: str, target: str, resume: bool, **given: Any) -> int:
     return commands.batch(options, source, target, resume=resume)
 
 
+@cli.command(epilog=EPILOG)
+@click.option("--model", metavar="DIR|k3", help="A K3 checkpoint; k3 needs no files; else k3-mini.")
+@click.option(
+    "--gpus", type=click.Choice([str(n) for n in TP_SIZES]), default="1", show_default=True
+)
+@click.option("--context", type=click.IntRange(1), help="Tokens of prompt and reply of a request.")
+@click.option("--requests", type=click.IntRange(1), default=8, show_default=True, help="At once.")
+@click.option(
+    "--gpu-memory",
+    default="141GB",
+    show_default=True,
+    callback=lambda context, option, text: read_bytes(text),
+    help="Bytes, or with a unit: GB, GiB.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The plan as one JSON object.")
+def plan(
+    model: str | None,
+    gpus: str,
+    context: int | None,
+    requests: int,
+    gpu_memory: int,
+    as_json: bool,
+) -> int:
+    """What each GPU has to hold, and whether it can. Needs no GPU and no weights.
+
+    What the driver, captured graphs and the workspaces of kernels take is not counted.
+    """
+    from nanok3 import commands
+
+    return commands.plan(
+        model,
+        gpus=int(gpus),
+        context=context,
+        requests=requests,
+        gpu_memory=gpu_memory,
+        as_json=as_json,
+    )
+
+
 @cli.group(no_args_is_help=False)
 def bench() -> None:
     """Measure speed, after checking values."""
@@ -206,6 +246,15 @@ def bench_decode(
         repeats=repeats,
         as_json=as_json,
     )
+
+
+def read_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB|TB|MiB|GiB|TiB)?", text)
+    if found is None:
+        raise click.BadParameter(f"expected a size such as 141GB or 140GiB, found {text!r}")
+    unit = found[2] or ""
+    step = 1024 if "i" in unit else 1000
+    return int(float(found[1]) * step ** " KMGT".index(unit[:1] or " "))
 
 
 def read_options(given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from nanok3.batch import InputError, Overrides, check_paths, run_batch
 from nanok3.chat import DEFAULT_EFFORT
 from nanok3.chat_session import ChatSession, follow
 from nanok3.checkpoint import CheckpointError
-from nanok3.config import EngineConfig, load_config
+from nanok3.config import K3, EngineConfig, Shard, load_config
 from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
 from nanok3.device import device_problems
 from nanok3.engine import DEFAULT_MAX_TOKENS, Engine, RequestError
 from nanok3.exits import DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
+from nanok3.plan import lines, make_plan, verdict
 from nanok3.progress import ProgressLine
 from nanok3.sampling import SamplingParams
 
 PACKAGED_MODEL = Path(__file__).parent / "models" / "k3_mini"
+BUILT_IN = "k3"  # as a model's name in `plan`: K3's published config, without any files
 LONG_CONTEXT = 32768  # tokens that a single conversation has room for, where the model allows it
 
 MAX_PROBLEMS = 20
@@ -156,6 +158,46 @@ def bench_decode(
     return DONE
 
 
+def plan(
+    model: str | None,
+    *,
+    gpus: int,
+    context: int | None,
+    requests: int,
+    gpu_memory: int,
+    as_json: bool,
+) -> int:
+    """Reads config.json alone, and not even that for the built-in K3."""
+    model_dir = PACKAGED_MODEL if model is None else Path(model)
+    with _model_refused(model_dir):
+        config = K3 if model == BUILT_IN else load_config(model_dir)
+    context = context or min(LONG_CONTEXT, config.max_position_embeddings)
+    base = EngineConfig(device="cuda", dtype="bfloat16", max_num_reqs=requests)
+    settings = replace(base, num_blocks=base.blocks_for(context), max_context=context)
+    shard = Shard(0, gpus)
+    if problems := settings.problems(config) + shard.problems(config):
+        raise Refused(USAGE, f"{model_dir.name} on {gpus} GPUs: " + "\n  ".join(problems))
+    chosen = make_plan(config, shard, settings)
+    said = verdict(config, chosen, gpu_memory)
+    if as_json:
+        report = {
+            "model": model_dir.name,
+            "gpus": gpus,
+            "context": context,
+            "requests": requests,
+            "bytes_a_gpu": chosen.nbytes,
+            "total_bytes_a_gpu": chosen.total_bytes,
+            "gpu_memory_bytes": gpu_memory,
+            "fits": chosen.total_bytes <= gpu_memory,
+            "verdict": said,
+        }
+        write_out(json.dumps(report) + "\n")
+        return DONE
+    title = f"{model_dir.name}, GPUs: {gpus}, requests: {requests} of {context} tokens; each GPU:"
+    write_out("\n".join([title, *lines(chosen), said]) + "\n")
+    return DONE
+
+
 def read_json_list(path: Path, what: str) -> list[Any]:
     """A list of objects, as tools and messages are."""
     value = parse_json(read_file(path), str(path))
@@ -221,8 +263,7 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
         context = options.context or min(LONG_CONTEXT, longest)
         if context > longest:
             raise Refused(USAGE, f"--context {context}: this model reads at most {longest} tokens")
-        # One more for the part-full block of each snapshot.
-        num_blocks = num_reqs * -(-context // base.block_size) + base.num_snapshots
+        num_blocks = replace(base, max_num_reqs=num_reqs).blocks_for(context)
     return EngineConfig(
         max_num_reqs=num_reqs,
         num_blocks=num_blocks,

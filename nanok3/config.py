@@ -1,12 +1,14 @@
 """What a K3 checkpoint's config.json says, as frozen records nested as published.
 
 Every field that the model's arithmetic depends on is read or refused by its JSON path; none has a
-default: `config_rules.py` has the tables. `GenerationDefaults` is what the checkpoint proposes for
-sampling, `EngineConfig` the engine's own settings. Nothing here knows torch or files of weights.
+default: `config_rules.py` has the tables. `Shard` is one rank's part of a model,
+`GenerationDefaults` what the checkpoint proposes for sampling, `EngineConfig` the engine's own
+settings. Nothing here knows torch or files of weights.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 from dataclasses import dataclass, fields
@@ -159,6 +161,53 @@ K3 = ModelConfig(
 )
 
 
+TP_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a model's split tensors one of `size` ranks holds."""
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        assert self.size in TP_SIZES and 0 <= self.rank < self.size, f"no such shard: {self}"
+
+    def local(self, n: int) -> int:
+        """How many of the n entries of a split axis are this rank's."""
+        assert n % self.size == 0, f"{n} entries do not split over {self.size} ranks"
+        return n // self.size
+
+    def slice(self, n: int) -> builtins.slice:
+        """Which of the n entries of a split axis are this rank's."""
+        count = self.local(n)
+        return builtins.slice(self.rank * count, (self.rank + 1) * count)
+
+    def problems(self, config: ModelConfig) -> list[str]:
+        """Reasons, one a line, why this model cannot be split so; empty if it can."""
+        c, linear = config, config.linear_attn_config
+        split = (
+            ("vocab_size", c.vocab_size, 1),
+            ("hidden_size", c.hidden_size, 1),
+            ("num_attention_heads", c.num_attention_heads, 1),
+            ("linear_attn_config.num_heads", linear.num_heads, 1),
+            ("intermediate_size", c.intermediate_size, 1),
+            ("num_experts", c.num_experts, 1),
+            ("moe_intermediate_size", c.moe_intermediate_size, 32),  # the groups of a scale
+            ("routed_expert_hidden_size", c.routed_expert_hidden_size, 1),
+        )
+        return [
+            f"text_config.{name}: expected a multiple of {self.size * unit}, as {self.size} ranks "
+            f"split it{f' in groups of {unit}' if unit > 1 else ''}, found {value}"
+            for name, value, unit in split
+            if value % (self.size * unit)
+        ]
+
+
+WHOLE = Shard(0, 1)
+
+
 @dataclass(frozen=True)
 class GenerationDefaults:
     """What generation_config.json proposes; None, or no id, where it proposes nothing."""
@@ -188,6 +237,10 @@ class EngineConfig:
     num_snapshots: int = 4  # finished prompts and replies kept to go on from
     strict: bool = False  # rows one by one: a request's bits do not depend on its company
     debug: bool = False  # check owners before each step, poison what was freed
+
+    def blocks_for(self, context: int) -> int:
+        """Blocks that give every request `context` tokens, each snapshot its part-full block."""
+        return self.max_num_reqs * -(-context // self.block_size) + self.num_snapshots
 
     def problems(self, model_config: ModelConfig) -> list[str]:
         """Reasons, one a line, why this engine cannot run this model; empty if it can."""

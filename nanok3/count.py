@@ -2,7 +2,7 @@
 
 `count_step` runs `model.forward` on buffers that have a name and a size instead of values, with
 `Ops` whose functions note each call: one function an op, which says what the op touches. `total`
-adds up. Weights come from `weights.table`, activations and caches from the allocators, so that
+adds up. Weights come from `weight_table.table`, activations and caches from the allocators, so that
 nothing describes the model a second time.
 
 Counted are bytes that must move once: a weight once a pass, a cached row once a request, a state in
@@ -25,7 +25,8 @@ from nanok3.cache import Cache, allocate_cache
 from nanok3.config import EngineConfig, ModelConfig
 from nanok3.ops import Ops
 from nanok3.step import Buffers, Step, allocate_buffers
-from nanok3.weights import Field, build, table
+from nanok3.weight_table import Field, table
+from nanok3.weights import build
 
 MXFP4_BYTES = 17 / 32  # a value: 4 bits, and a scale byte for 32 of them
 
@@ -161,14 +162,12 @@ class Buffer:
 
 
 def weight_buffers(config: ModelConfig, dtype: torch.dtype, expert_bytes: float) -> dict[str, Any]:
-    narrow, wide = dtype.itemsize, max(4, dtype.itemsize)
-
     def value_bytes(field: Field) -> float:
         if field.kind == "experts":
             return expert_bytes
-        if field.kind == "product":  # two vectors of the checkpoint, one wide vector here
-            return wide / len(field.pieces)
-        return wide if field.stored == "F32" else narrow
+        one = field.dtype(dtype).itemsize
+        # A product is two vectors of the checkpoint and one here.
+        return one / len(field.pieces) if field.kind == "product" else one
 
     buffers = {}
     for field in table(config):
@@ -176,7 +175,7 @@ def weight_buffers(config: ModelConfig, dtype: torch.dtype, expert_bytes: float)
         if name.startswith("layers."):
             _, number, name = name.split(".", 2)
             layer = int(number)
-        stored = sum(prod(shape) for _, shape in field.pieces)
+        stored = sum(prod(piece.shape) for piece in field.pieces)
         buffers[field.name] = Buffer("weight", name, layer, field.shape, value_bytes(field), stored)
     return buffers
 

@@ -40,7 +40,8 @@ from nanok3.request import Request, Result
 from nanok3.runner import DTYPES, Runner
 from nanok3.sampling import SamplingParams
 from nanok3.tokenizer import RANK_FILE, Tokenizer
-from nanok3.weights import Filler, Weights, build, expected_tensors, table
+from nanok3.weight_table import Filler, expected_tensors, table
+from nanok3.weights import Weights, build
 
 DEFAULT_MAX_TOKENS = 1024
 

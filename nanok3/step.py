@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanok3.config import ModelConfig
+from nanok3.config import WHOLE, ModelConfig, Shard
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,22 @@ class Buffers:
     logits: Tensor  # [N, V] f32
 
 
-def widths(config: ModelConfig) -> dict[str, int]:
-    """Columns of each activation buffer."""
+def widths(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, int]:
+    """Columns of each activation buffer of a rank: its own heads and its part of F, else whole."""
     c, kda = config, config.linear_attn_config
-    gate_width = c.num_attention_heads * c.v_head_dim
+    num_local_heads, kda_width = shard.local(c.num_attention_heads), shard.local(kda.width)
+    gate_width = num_local_heads * c.v_head_dim
     return {
         "delta": c.hidden_size,
         "x": c.hidden_size,
-        "kda_in": 4 * kda.width + kda.head_dim + kda.num_heads,
-        "kda_heads": kda.width,
+        "kda_in": 4 * kda_width + kda.head_dim + shard.local(kda.num_heads),
+        "kda_heads": kda_width,
         "mla_in": c.q_lora_rank + c.latent_width + gate_width,
         "q_latent": c.q_lora_rank,
-        "q": c.num_attention_heads * c.qk_head_dim,
+        "q": num_local_heads * c.qk_head_dim,
         "mla_heads": gate_width,
-        "dense_act": c.intermediate_size,
-        "shared_act": c.shared_intermediate_size,
+        "dense_act": shard.local(c.intermediate_size),
+        "shared_act": shard.local(c.shared_intermediate_size),
         "shared": c.hidden_size,
         "topk_ids": c.num_experts_per_token,
         "topk_weights": c.num_experts_per_token,
@@ -82,7 +83,12 @@ def buffer_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def allocate_buffers(
-    config: ModelConfig, max_rows: int, max_logit_rows: int, dtype: torch.dtype, device: str
+    config: ModelConfig,
+    max_rows: int,
+    max_logit_rows: int,
+    dtype: torch.dtype,
+    device: str,
+    shard: Shard = WHOLE,
 ) -> Buffers:
     """Uninitialised buffers: an op may read only what an op of the same pass wrote."""
     special = buffer_dtypes(dtype)
@@ -93,7 +99,7 @@ def allocate_buffers(
             dtype=special.get(name, dtype),
             device=device,
         )
-        for name, width in widths(config).items()
+        for name, width in widths(config, shard).items()
     }
     streams = torch.empty(
         config.num_res_blocks, max_rows, config.hidden_size, dtype=dtype, device=device

@@ -5,10 +5,10 @@
     python scripts/train_mini.py DATA OUT --seconds 560 --of 1120 --state k3-mini.pt   # goes on
 
 The model is `nanok3.model.forward` in the `TRAIN` reading: there is no second description. The
-parameters are the fields of `nanok3.weights.table` in float32; the forward pass sees them as they
-will be stored (bf16, experts in MXFP4, both straight-through), so the saved file loses nothing.
-Matrices are trained with Muon, the rest with Adam; the schedule follows the clock (`--of` seconds
-in all). The routers' correction biases follow the load, without a loss term.
+parameters are the fields of `nanok3.weight_table.table` in float32; the forward pass sees them as
+they will be stored (bf16, experts in MXFP4, both straight-through), so the saved file loses
+nothing. Matrices are trained with Muon, the rest with Adam; the schedule follows the clock (`--of`
+seconds in all). The routers' correction biases follow the load, without a loss term.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from nanok3 import model, weights
+from nanok3 import model, weight_table
 from nanok3.cache import Cache
 from nanok3.config import ModelConfig, load_config
 from nanok3.ops import TRAIN, Fresh, Ops
 from nanok3.reference import attn_res, experts, kda, mla, mxfp4
 from nanok3.reference.router import router_value
 from nanok3.step import Buffers, Step, buffer_dtypes, widths
+from nanok3.weights import build
 
 MODEL_DIR = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
 ROW = 1024  # tokens of a training row
@@ -46,7 +47,7 @@ SHARD_BYTES = 8 << 20
 # ---- parameters ----
 
 
-def initial(field: weights.Field, config: ModelConfig, generator: torch.Generator) -> Tensor:
+def initial(field: weight_table.Field, config: ModelConfig, generator: torch.Generator) -> Tensor:
     """A fresh parameter; linear layers at 1 / sqrt(inputs), those that add to a stream smaller."""
     kind, shape = field.name.rpartition(".")[2], field.shape
 
@@ -71,7 +72,7 @@ def initial(field: weights.Field, config: ModelConfig, generator: torch.Generato
     return normal(small / math.sqrt(shape[-1]))
 
 
-def as_stored(field: weights.Field, parameter: Tensor, quantize: bool = True) -> Tensor:
+def as_stored(field: weight_table.Field, parameter: Tensor, quantize: bool = True) -> Tensor:
     """What the checkpoint will hold, in the dtype of the forward pass; gradients pass straight."""
     if field.stored == "F32":
         return parameter
@@ -130,7 +131,7 @@ def forward(config: ModelConfig, fields: dict[str, Tensor], ids: Tensor, ops: Op
         latent=zeros(latent, bf16, len(config.mla_layer_ids)),
     )
     buf: Any = Buffers(streams=streams, **buffers)
-    model.forward(config, weights.build(config, fields.__getitem__), cache, step, buf, ops)
+    model.forward(config, build(config, fields.__getitem__), cache, step, buf, ops)
     return buf.logits.value
 
 
@@ -243,7 +244,10 @@ def losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out(
-    config: ModelConfig, table: dict[str, weights.Field], parameters: dict[str, Tensor], data: Data
+    config: ModelConfig,
+    table: dict[str, weight_table.Field],
+    parameters: dict[str, Tensor],
+    data: Data,
 ) -> dict[str, float]:
     """Loss a token on held-out rows: text, and what the assistant says, with and without MXFP4."""
     torch.manual_seed(0)
@@ -284,7 +288,7 @@ def save(config: ModelConfig, fields: dict[str, Tensor], folder: Path) -> None:
     """The official layout: shards of a few MB and their index."""
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
-    for name, tensor in weights.to_checkpoint(
+    for name, tensor in weight_table.to_checkpoint(
         config, {n: f.float().cpu() for n, f in fields.items()}
     ):
         size += tensor.nbytes
@@ -307,7 +311,7 @@ def train(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         fuse()
     device, config = args.device, load_config(MODEL_DIR)
-    table = {field.name: field for field in weights.table(config)}
+    table = {field.name: field for field in weight_table.table(config)}
     generator = torch.Generator().manual_seed(1)
     parameters = {n: initial(f, config, generator).to(device) for n, f in table.items()}
     balance = LoadBalance(config, device)

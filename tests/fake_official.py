@@ -2,7 +2,7 @@
 
 The names and shards come from a summary of the official index (tests/data/k3_index_summary.json),
 the shapes from the published tensor table, written out below: both independent of
-nanok3/weights.py. The files are sparse: 1.56 TB by their size, some 130 MB on disk.
+nanok3/weight_table.py. The files are sparse: 1.56 TB by their size, some 130 MB on disk.
 """
 
 from __future__ import annotations

@@ -14,10 +14,13 @@ import pytest
 
 from nanok3.config import (
     K3,
+    TP_SIZES,
+    WHOLE,
     ConfigError,
     EngineConfig,
     GenerationDefaults,
     ModelConfig,
+    Shard,
     load_config,
     load_generation_defaults,
 )
@@ -355,3 +358,37 @@ def test_engine_config_problems() -> None:
     for tokens in (0, K3.max_position_embeddings + 1):
         assert EngineConfig(max_context=tokens).problems(K3)[0].startswith("max_context")
     assert EngineConfig(num_blocks=2**26).problems(K3)[0].startswith("num_blocks")
+
+
+# ---- shards ----
+
+
+def test_a_shard_names_its_part() -> None:
+    assert [Shard(r, 4).slice(12) for r in range(4)] == [
+        *(slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12))
+    ]
+    assert WHOLE.slice(5) == slice(0, 5) and WHOLE.local(5) == 5
+    for wrong in ((4, 4), (-1, 2), (0, 3), (0, 64)):
+        with pytest.raises(AssertionError):
+            Shard(*wrong)
+    with pytest.raises(AssertionError):
+        Shard(0, 8).slice(12)
+
+
+def test_k3_splits_over_every_size() -> None:
+    for size in TP_SIZES:
+        assert Shard(0, size).problems(K3) == []
+
+
+def test_all_that_does_not_split_is_told_at_once() -> None:
+    """k3-mini's experts are 128 wide: four ranks have one scale group each, eight less than one."""
+    mini = load_config(Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini")
+    assert Shard(0, 4).problems(mini) == []
+    problems = Shard(0, 8).problems(mini)
+    names = ("num_attention_heads", f"{LINEAR}.num_heads", "moe_intermediate_size")
+    assert [p.partition(":")[0] for p in problems] == [f"text_config.{name}" for name in names]
+    assert "multiple of 256" in problems[2] and "found 128" in problems[2]
+    odd = dataclasses.replace(K3, vocab_size=163841, hidden_size=7170, intermediate_size=33793)
+    odd = dataclasses.replace(odd, num_experts=898, routed_expert_hidden_size=3586)
+    problems = Shard(0, 4).problems(odd)
+    assert len(problems) == 5 and all("multiple of 4" in p for p in problems), problems

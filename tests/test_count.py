@@ -19,7 +19,7 @@ from nanok3.config import K3
 from nanok3.count import Access, OpCount, count_step, distinct_experts, total
 from nanok3.ops import REFERENCE, Ops
 from nanok3.step import Step, allocate_buffers
-from nanok3.weights import table
+from nanok3.weight_table import table
 
 # ---- the official config: parameters and bytes as derived from the checkpoint's tensor list ----
 

@@ -35,12 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dsl": set(),
     "comm": {"comm", "dsl"},
     "kernels": {"kernels", "comm", "dsl", "reference"},  # its reference stands in a kernel's file
-    "weights": {"config", "checkpoint", "reference", "kernels"},
+    "weight_table": {"config", "checkpoint", "reference"},
+    "weights": {"config", "reference"},
+    "random_weights": {"config", "weight_table", "reference"},
     "cache": {"config"},
     "step": {"config"},
     "ops": {"reference", "kernels", "comm"},
     "model": {"config", "weights", "cache", "step", "ops"},
-    "count": {"config", "weights", "cache", "step", "ops", "model"},
+    "count": {"config", "weight_table", "weights", "cache", "step", "ops", "model"},
     "graph": {"step"},
     # text and ids
     "uniform": set(),
@@ -58,7 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("sampling", "request", "spec", "comm"),
     },
     "engine": {
-        *("config", "checkpoint", "progress", "weights", "cache", "runner"),
+        *("config", "checkpoint", "progress", "cache", "runner"),
+        *("weight_table", "weights"),
         *("sampling", "tokenizer", "chat", "channels", "reply", "request", "comm"),
     },
 }
@@ -68,6 +71,7 @@ OTHERS: dict[str, set[str]] = {
     "torch": {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
+        *("weight_table", "random_weights"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay"),
     },
     "tokenizers": {"tokenizer"},

@@ -26,7 +26,8 @@ from nanok3.checkpoint import Checkpoint
 from nanok3.config import ModelConfig, load_config
 from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
 from nanok3.step import Step, allocate_buffers
-from nanok3.weights import Filler, Weights, build, expected_tensors
+from nanok3.weight_table import Filler, expected_tensors
+from nanok3.weights import Weights, build
 
 DATA = Path(__file__).parent / "data"
 LENGTHS = (1, 7, 70, 200)

@@ -19,7 +19,8 @@ from nanok3.ops import PREFILL, REFERENCE, TRAIN, Fresh, Ops
 from nanok3.reference.experts import experts_ref
 from nanok3.reference.kda import kda_ref
 from nanok3.step import Buffers, Step, buffer_dtypes, widths
-from nanok3.weights import build, table
+from nanok3.weight_table import table
+from nanok3.weights import build
 
 # ---- Fresh ----
 

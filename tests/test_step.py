@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from nanok3.config import K3
+from nanok3.config import K3, Shard
 from nanok3.step import Buffers, allocate_buffers, buffer_dtypes, rows, widths
 
 
@@ -32,6 +32,22 @@ def test_the_widths_of_k3() -> None:
     }
     assert {*widths(K3), "streams"} == set(Buffers.__dataclass_fields__)
     assert K3.num_res_blocks == 9
+
+
+def test_the_widths_of_a_rank_of_k3() -> None:
+    """TP16: 6 heads, 2112 dense and 384 shared columns; what ranks exchange is whole."""
+    local = {
+        "kda_in": 4 * 768 + 128 + 6,
+        "kda_heads": 768,
+        "mla_in": 1536 + 576 + 768,
+        "q": 6 * 192,
+        "mla_heads": 768,
+        "dense_act": 2112,
+        "shared_act": 384,
+    }
+    assert widths(K3, Shard(15, 16)) == widths(K3) | local
+    buf = allocate_buffers(K3, 2, 1, torch.bfloat16, "cpu", Shard(0, 16))
+    assert buf.kda_in.shape == (2, 3206) and buf.logits.shape == (1, 163840)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

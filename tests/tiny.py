@@ -21,7 +21,8 @@ from torch import Tensor
 
 from nanok3.config import LinearAttnConfig, ModelConfig
 from nanok3.reference import mxfp4
-from nanok3.weights import Field, Weights, build, table, to_checkpoint
+from nanok3.weight_table import Field, table, to_checkpoint
+from nanok3.weights import Weights, build
 
 TINY = ModelConfig(
     vocab_size=512,
@@ -144,10 +145,8 @@ def random_fields(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Weights:
     """The same as records, in the dtypes that loading gives."""
     values = random_fields(config, seed)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     for field in table(config):
-        is_wide = field.stored == "F32" or field.kind == "product"
-        values[field.name] = values[field.name].to(wide if is_wide else dtype)
+        values[field.name] = values[field.name].to(field.dtype(dtype))
     return build(config, values.__getitem__)
 
 
