@@ -256,7 +256,8 @@ def rsqrt_approx(value):
 def ld_global_u32x4_or_zero(address, wanted):
     """16 bytes as four words; without `wanted` zeros, and the address is not read."""
     code = (
-        "{.reg .pred p; setp.ne.s32 p,$5,0; mov.u32 $0,0; mov.u32 $1,0; mov.u32 $2,0; mov.u32 $3,0; "
+        "{.reg .pred p; setp.ne.s32 p,$5,0; "
+        "mov.u32 $0,0; mov.u32 $1,0; mov.u32 $2,0; mov.u32 $3,0; "
         "@p ld.global.v4.u32 {$0,$1,$2,$3},[$4];}"
     )
     return asm(code, "=&r,=&r,=&r,=&r,l,r,~{memory}", (address, wanted), U4)
@@ -280,6 +281,11 @@ def red_or_shared(address, word):
 def warp_max_u32(word):
     """The largest of the warp's 32 words, in every lane."""
     return asm("redux.sync.max.u32 $0,$1,0xffffffff;", "=r,r", (word,), Uint32)
+
+
+def max_u32(a, b):
+    """Of two words. (`cutlass.max` compares as signed numbers when one is a constant.)"""
+    return asm("max.u32 $0,$1,$2;", "=r,r,r", (a, b), Uint32, effects=False)
 
 
 def lowest_bit(word):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class StepBuffers:
 class DecodeGraph:
     """One captured decode step of `num_reqs` rows."""
 
-    def __init__(self, buffers: StepBuffers, run: Callable[[Step], Tensor], pool: object) -> None:
+    def __init__(self, buffers: StepBuffers, run: Callable[[Step], Tensor], pool: Any) -> None:
         """`run` takes the step to its logits [R, V], at an address that does not change."""
         self.buffers = buffers
         self._graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ drawn id, is for `engine.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from nanok3 import model
 from nanok3.cache import CacheManager, allocate_cache
 from nanok3.config import EngineConfig, ModelConfig
-from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
+from nanok3.graph import Row
+from nanok3.ops import DECODE, PREFILL, PREFILL_CUDA, REFERENCE, Ops
 from nanok3.request import Request, TokenLogprob
 from nanok3.sampling import Logprobs, rows_of, sample
 from nanok3.step import Buffers, Step, allocate_buffers, rows
@@ -48,6 +50,15 @@ class Runner:
         self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
         self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
+        self._prefill_ops = PREFILL
+        self._captured: Callable[[list[Row]], Tensor] | None = None
+        if device != "cpu":
+            from nanok3.captured import CapturedDecode  # here, for it brings CuTe DSL
+
+            self._prefill_ops = PREFILL_CUDA
+            max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
+            captured = CapturedDecode(config, weights, cache, settings, max_blocks)
+            self._captured = captured.logits
         if settings.debug:  # an op that reads what nobody wrote shows up as NaN
             for tensor in vars(self._buffers).values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
@@ -58,7 +69,7 @@ class Runner:
         pieces = [1] * count if self.settings.strict else [count]
         logits = []
         for piece in pieces:
-            ops = REFERENCE if piece == 1 else PREFILL
+            ops = self._prefill_ops if piece > 1 else REFERENCE
             buf = self._forward([request], piece, piece if with_logits else 0, ops)
             if with_logits:
                 logits.append(buf.logits.clone())
@@ -101,8 +112,7 @@ class Runner:
 
     def decode(self, requests: list[Request]) -> list[Drawn]:
         """One row of each request, and the id drawn after it."""
-        fast = self.settings.device == "cpu" and not self.settings.strict
-        buf = self._forward(requests, 1, len(requests), DECODE if fast else REFERENCE)
+        logits = self._decode_logits(requests)
         for request in requests:
             request.num_cached += 1
         params = [r.params for r in requests]
@@ -114,13 +124,27 @@ class Runner:
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         with torch.inference_mode():
             sampled = sample(
-                buf.logits, options, positions, counts, seen, max(wanted) if wanted else None
+                logits, options, positions, counts, seen, max(wanted) if wanted else None
             )
-        ids, finite = sampled.ids.tolist(), buf.logits.isfinite().all(-1).tolist()
+        ids, finite = sampled.ids.tolist(), logits.isfinite().all(-1).tolist()
         return [
             Drawn(ids[i], finite[i], logprob_of(sampled.logprobs, i, ids[i], p.logprobs))
             for i, p in enumerate(params)
         ]
+
+    def _decode_logits(self, requests: list[Request]) -> Tensor:
+        """[R, V] after one pending id of each request, valid until the next pass."""
+        if self._captured is None:
+            ops = REFERENCE if self.settings.strict else DECODE
+            return self._forward(requests, 1, len(requests), ops).logits
+        size = self.settings.block_size
+        decode_rows = []
+        for r in requests:
+            assert r.slot is not None
+            r.in_flight = True
+            slot = r.blocks[r.num_cached // size] * size + r.num_cached % size
+            decode_rows.append(Row(r.ids[r.num_cached], r.num_cached, slot, r.slot, r.blocks))
+        return self._captured(decode_rows)
 
     def _counts(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
         """Output counts [R, V] i64 and whether an id stands in the prompt [R, V]."""

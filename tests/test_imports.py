@@ -43,7 +43,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"reference", "kernels", "comm"},
     "model": {"config", "weights", "cache", "step", "ops"},
     "count": {"config", "weight_table", "weights", "cache", "step", "ops", "model"},
-    "graph": {"step"},
+    "graph": {"step", "cache"},
+    "kernel_ops": {"config", "weights", "reference", "kernels", "ops"},
+    "captured": {"config", "weights", "cache", "step", "model", "graph", "kernel_ops"},
+    "device": set(),
     # text and ids
     "uniform": set(),
     "sampling": {"uniform"},
@@ -56,11 +59,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": {"channels", "reply", "sampling", "stop", "tokenizer"},
     # all of it
     "runner": {
-        *("config", "weights", "cache", "step", "ops", "model", "graph"),
+        *("config", "weights", "cache", "step", "ops", "model", "graph", "captured"),
         *("sampling", "request", "spec", "comm"),
     },
     "engine": {
-        *("config", "checkpoint", "progress", "cache", "runner"),
+        *("config", "checkpoint", "device", "progress", "cache", "runner"),
         *("weight_table", "weights"),
         *("sampling", "tokenizer", "chat", "channels", "reply", "request", "comm"),
     },
@@ -71,6 +74,7 @@ OTHERS: dict[str, set[str]] = {
     "torch": {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
+        *("device", "captured", "kernel_ops"),
         *("weight_table", "random_weights"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay"),
     },

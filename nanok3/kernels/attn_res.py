@@ -24,7 +24,7 @@ Signals  launch_dependents at once. In the cluster:
          cluster run, so that their boxes may be written. Each box is written once; after the last
          barrier a CTA looks only at its own, so it may end before the others.
 Aliases  none.
-Archs    sm_90a, sm_100a, sm_103a. A launch with both a cluster and PDL: compiled, not yet run.
+Archs    sm_90a, sm_100a, sm_103a. sm_90a has run.
 Rounding float32 sums: columns, lanes, then the P warps, by pairs; the same in every CTA. bf16: p,
          then the normalised mix, then its product with norm. The mix itself is not rounded.
 """

@@ -5,7 +5,7 @@ finish   "bf16"  out = the sum                                          (project
          "situ"  out[t, o] = situ(gate row o, up row o), 2 O rows       (gate_up)
          "add"   out = the sum + extra[t, o]                            (latent_up after its norm)
          "gate"  out = round(sum) * sigmoid(extra[t, o])                (MLA values)
-Shapes   x [T, X] bf16, weight [O, K] packed by `gemv_layout`, extra [T, >= O] bf16 (row stride given)
+Shapes   x [T, X] bf16, weight [O, K] packed by `gemv_layout`, extra [T, >= O] bf16 (any row stride)
          -> out [T, O] bf16 or f32. O, K, X static; T is read at launch, any T >= 1.
          groups > 1: block-diagonal; rows of group j read x from column j * group_stride on.
          split > 1: K in that many parts, one a CTA of a cluster.

@@ -1,7 +1,7 @@
 """Sizes and weight layout of `gemv`: what the packer, the kernel and its callers agree on.
 
-A packed matrix is [tiles, K / 32, 16, 32] bf16: a tile's blocks in the order of K, a block 16 rows of
-32 columns as they lie, which is what the lanes of two mma read with two 16-byte loads.
+A packed matrix is [tiles, K / 32, 16, 32] bf16: a tile's blocks in the order of K, a block 16 rows
+of 32 columns as they lie, which is what the lanes of two mma read with two 16-byte loads.
 """
 
 from __future__ import annotations
