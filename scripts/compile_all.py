@@ -1,0 +1,219 @@
+"""Compiles every kernel that k3-mini and K3 at TP8 and TP16 need, for all archs, without a GPU.
+
+    python scripts/compile_all.py [--arch sm_90a] [--table FILE]
+
+One line a kernel and arch: seconds, registers, stack, static shared memory, local memory, if
+`cuobjdump` (package nvidia-cuda-cuobjdump) is on hand, else seconds only. The last line is a
+summary. Exits with 1 if a kernel does not compile, or uses stack or local memory and is not in
+KNOWN_STACK.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+DUMPS = tempfile.mkdtemp(prefix="cubins-")
+os.environ["CUTE_DSL_KEEP"] = "cubin"  # before CuTe DSL is imported: it reads them once
+os.environ["CUTE_DSL_DUMP_DIR"] = DUMPS
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from nanok3 import kernel_ops, weight_table  # noqa: E402
+from nanok3.config import K3, ModelConfig, Shard, load_config  # noqa: E402
+from nanok3.dsl import ARCHS  # noqa: E402
+from nanok3.kernels import (  # noqa: E402
+    attn_res,
+    embed,
+    expert_down,
+    expert_up,
+    gemv,
+    kda_decode,
+    mla_decode,
+    mla_latent,
+    mla_merge,
+    rms_norm,
+    route,
+)
+from nanok3.weights import MoEWeights, build  # noqa: E402
+
+MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
+KNOWN_STACK = {"mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes"}
+PASSES = (1, 8)  # rows of a pass that launchers ask for
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    compile: Callable[[str], Any]  # arch -> the compiled kernel
+
+
+def packed_in(record: Any) -> Iterator[Any]:
+    """Every packed matrix of a record, whatever field it stands in."""
+    if isinstance(record, kernel_ops.Packed):
+        yield record
+    elif is_dataclass(record):
+        for field in fields(record):
+            yield from packed_in(getattr(record, field.name))
+
+
+def gemv_shapes(config: ModelConfig, shard: Shard) -> set[Any]:
+    """Of one layer of each kind and the head; tensors without memory."""
+    shapes = {f.name: f for f in weight_table.table(config, shard)}
+
+    def meta(name: str) -> Tensor:
+        return torch.empty(shapes[name].shape, dtype=torch.bfloat16, device="meta")
+
+    weights = build(config, meta)
+    records: list[Any] = [kernel_ops.plain(weights.lm_head, "f32")]
+    for layer in weights.layers:
+        if isinstance(layer.mlp, MoEWeights):  # its experts are packed by other kernels
+            moe = layer.mlp
+            records += [
+                kernel_ops.plain(moe.router.gate, "f32"),
+                kernel_ops.plain(moe.latent_down),
+                kernel_ops.plain(moe.latent_up.weight, "add"),
+                kernel_ops.gate_up(moe.shared_gate_up),
+                kernel_ops.plain(moe.shared_down),
+            ]
+            layer = replace(layer, mlp=weights.layers[0].mlp)
+        records.append(kernel_ops.pack_layer(layer, config.qk_rope_head_dim))
+    return {packed.shape for record in records for packed in packed_in(record)}
+
+
+def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]:
+    c, eps = config, config.rms_norm_eps
+
+    def named(name: str, function: Callable[..., Any], *args: Any) -> Variant:
+        return Variant(f"{label} {name}", lambda arch: function(*args, arch))
+
+    for shape in sorted(gemv_shapes(c, shard), key=str):
+        size = f"{shape.rows} x {shape.k} {shape.finish}"
+        for rows in PASSES:
+            try:
+                gemv.Gemv(shape, rows)
+            except AssertionError as refusal:  # the launcher refuses it too
+                print(f"{label} gemv {size}, {rows} rows: refused, {refusal}")
+                continue
+            yield named(f"gemv {size}, {rows} rows", gemv.compile_gemv, shape, rows)
+    for streams in range(1, c.num_res_blocks + 1):
+        for fresh in (True, False):
+            attn = attn_res.Shape(c.hidden_size, streams, fresh, eps)
+            yield named(f"attn_res {streams} fresh {fresh}", attn_res.compile_attn_res, attn)
+    yield named("embed", embed.compile_embed, c.hidden_size)
+    if c.latent_moe_use_norm:
+        latent = c.routed_expert_hidden_size
+        yield named("rms_norm", rms_norm.compile_rms_norm, latent, eps)
+    latent_shape = mla_latent.Shape(c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim, eps)
+    yield named("mla_latent", mla_latent.compile_mla_latent, latent_shape)
+    kda = c.linear_attn_config
+    kda_shape = kda_decode.Shape(shard.local(kda.num_heads), kda.gate_lower_bound, eps)
+    for rows in PASSES:
+        yield named(f"kda_decode {rows} rows", kda_decode.compile_kda_decode, kda_shape, rows)
+    mla = mla_decode.Shape(
+        shard.local(c.num_attention_heads),
+        c.kv_lora_rank,
+        c.qk_nope_head_dim,
+        c.qk_rope_head_dim,
+        BLOCK_SIZE,
+        c.qk_head_dim**-0.5,
+    )
+    for row_tiles in sorted({mla_decode.row_groups(mla, rows)[1] for rows in PASSES}):
+        name = f"mla_decode {row_tiles} row tiles"
+        yield named(name, mla_decode.compile_mla_decode, mla, row_tiles)
+    for few in (True, False):
+        yield named(f"mla_merge few {few}", mla_merge.compile_mla_merge, c.kv_lora_rank, few)
+    top = route.Shape(
+        c.num_experts, c.num_experts_per_token, c.moe_renormalize, c.routed_scaling_factor
+    )
+    yield named("route", route.compile_route, top)
+    sizes = (c.num_experts, c.num_experts_per_token, c.routed_expert_hidden_size)
+    width = shard.local(c.moe_intermediate_size)
+    betas = c.activation_situ_beta, c.activation_situ_linear_beta
+    up = expert_up.Shape(*sizes, width, *betas)
+    for rows in PASSES:
+        yield named(f"expert_up {rows} rows", expert_up.compile_expert_up, up, rows)
+    down = expert_down.Shape(*sizes, width)
+    yield named("expert_down", expert_down.compile_expert_down, down)
+
+
+def resources(cubin: bytes, tool: str | None) -> dict[str, int]:
+    """REG, STACK, SHARED and LOCAL of the kernel in a cubin."""
+    if tool is None:
+        return {}
+    path = Path(DUMPS) / "one.cubin"
+    path.write_bytes(cubin)
+    shown = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+    found = re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", shown.stdout + shown.stderr)
+    return {name: int(value) for name, value in found}
+
+
+def find_tool() -> str | None:
+    """cuobjdump of the package nvidia-cuda-cuobjdump, or of the PATH."""
+    for folder in map(Path, sys.path):
+        for path in folder.glob("nvidia/*/bin/cuobjdump"):
+            return str(path)
+    from shutil import which
+
+    return which("cuobjdump")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="else all")
+    parser.add_argument("--table", type=Path, help="write the table there too")
+    args = parser.parse_args()
+    tool = find_tool()
+    mini = load_config(MINI)
+    wanted = [
+        *variants("mini", mini, Shard(0, 1)),
+        *variants("K3 TP8", K3, Shard(0, 8)),
+        *variants("K3 TP16", K3, Shard(0, 16)),
+    ]
+    lines, failed, start = [], 0, time.monotonic()
+    for variant in wanted:
+        for arch in args.arch or ARCHS:
+            begin = time.monotonic()
+            try:
+                compiled = variant.compile(arch)
+                used = resources(compiled.__cubin__, tool)
+            except Exception as error:
+                failed += 1
+                lines.append(f"{variant.name:48} {arch:7} FAILED {type(error).__name__}: {error}")
+                print(lines[-1], flush=True)
+                continue
+            known = any(variant.name.endswith(name) for name in KNOWN_STACK)
+            spills = used.get("STACK", 0) + used.get("LOCAL", 0)
+            failed += bool(spills) and not known
+            mark = "" if not spills else "  known" if known else "  SPILLS"
+            shown = " ".join(f"{name} {used[name]:6}" for name in used)
+            seconds = time.monotonic() - begin
+            lines.append(f"{variant.name:48} {arch:7} {seconds:5.2f} s  {shown}{mark}")
+            if mark:
+                print(lines[-1], flush=True)
+    count = len(wanted) * len(args.arch or ARCHS)
+    lines.append(
+        f"{count} compiled in {time.monotonic() - start:.0f} s, {failed} failed or spilled; "
+        f"registers by {'cuobjdump' if tool else 'nobody: cuobjdump is not here'}"
+    )
+    if args.table:
+        args.table.write_text("\n".join(lines) + "\n")
+    print(lines[-1])
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
