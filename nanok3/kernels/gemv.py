@@ -62,7 +62,14 @@ from nanok3.dsl import (
     st_shared_u32x4,
     tree,
 )
-from nanok3.kernels.gemv_layout import BLOCK, BLOCK_BYTES, CHUNK_BLOCKS, TILE, Shape
+from nanok3.kernels.gemv_layout import (
+    BLOCK,
+    BLOCK_BYTES,
+    CHUNK_BLOCKS,
+    TILE,
+    Shape,
+    resident_ctas,
+)
 from nanok3.kernels.ring import Ring
 from nanok3.reference.linear import linear_ref as linear_ref
 
@@ -374,7 +381,8 @@ def gemv(
     pass_rows = 1 if tokens == 1 else PASS
     kernel = compile_gemv(shape, pass_rows, arch_of(x.device.index))
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    clusters = min(shape.tiles, sms * Gemv(shape, pass_rows).ctas_per_sm // shape.split)
+    resident = resident_ctas(shape.split, sms) * Gemv(shape, pass_rows).ctas_per_sm // 2
+    clusters = min(shape.tiles, resident // shape.split)
     launch(
         kernel,
         address(x),

@@ -15,7 +15,7 @@ from nanok3.reference.numerics import situ
 pytest.importorskip("cutlass")
 from nanok3.dsl import ARCHS
 from nanok3.kernels.gemv import compile_gemv, gemv
-from nanok3.kernels.gemv_layout import BLOCK, TILE, Shape, choose_split, pack_gemv
+from nanok3.kernels.gemv_layout import BLOCK, TILE, Shape, choose_split, pack_gemv, resident_ctas
 
 BETAS = {"beta": 4.0, "linear_beta": 25.0}
 # A wide projection of K3 at TP16 with a part-full last tile; odd small widths of the golden model;
@@ -71,10 +71,14 @@ def test_gate_and_up_rows_share_a_tile() -> None:
 
 @pytest.mark.parametrize(
     "rows, k, split",
-    [(3220, 7168, 1), (224, 7168, 8), (768, 7168, 4), (7168, 768, 1), (160, 64, 1)],
+    [
+        *[(3220, 7168, 1), (224, 7168, 8), (768, 7168, 4), (7168, 768, 1), (160, 64, 1)],
+        (1048, 7168, 2),  # 66 tiles: in four parts they would not all run at once
+    ],
 )
 def test_few_tiles_split_k(rows: int, k: int, split: int) -> None:
     assert choose_split(rows, k) == split
+    assert -(-rows // TILE) * split <= resident_ctas(split, 132) or split == 1
 
 
 def product(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
