@@ -204,6 +204,31 @@ def plan(
     )
 
 
+@cli.command(epilog=EPILOG)
+@click.option("--model", type=FILE, metavar="DIR", help="A K3 checkpoint; else the packaged one.")
+@click.option(
+    "--hash", "with_hash", is_flag=True, help="Read everything; sha256 of files, content."
+)
+@click.option(
+    "--state",
+    type=FILE,
+    help="Keeps the hashes of finished files, to go on; else nanok3-check.jsonl, here.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
+def check(model: Path | None, with_hash: bool, state: Path | None, as_json: bool) -> int:
+    """Whether a checkpoint is whole and what K3's should be. Needs no GPU.
+
+    Headers, tokenizer and a sample of the values, about a thousandth of K3. Exit code 3 if anything
+    failed. The content's sha256 does not depend on how tensors are spread over files.
+    """
+    if state is not None and not with_hash:
+        raise click.UsageError("--state is for --hash; give both")
+
+    from nanok3 import commands
+
+    return commands.check(model, with_hash=with_hash, state=state, as_json=as_json)
+
+
 @cli.group(no_args_is_help=False)
 def bench() -> None:
     """Measure speed, after checking values."""

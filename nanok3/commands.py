@@ -18,9 +18,11 @@ from nanok3 import bench
 from nanok3.batch import InputError, Overrides, check_paths, run_batch
 from nanok3.chat import DEFAULT_EFFORT
 from nanok3.chat_session import ChatSession, follow
+from nanok3.check import check_model
 from nanok3.checkpoint import CheckpointError
 from nanok3.config import K3, EngineConfig, Shard, load_config
 from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
+from nanok3.content_hash import StateError
 from nanok3.device import device_problems
 from nanok3.engine import DEFAULT_MAX_TOKENS, Engine, RequestError
 from nanok3.exits import DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
@@ -33,6 +35,7 @@ BUILT_IN = "k3"  # as a model's name in `plan`: K3's published config, without a
 LONG_CONTEXT = 32768  # tokens that a single conversation has room for, where the model allows it
 
 MAX_PROBLEMS = 20
+CHECK_STATE = "nanok3-check.jsonl"  # where `check --hash` keeps finished files, if not told
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,31 @@ def plan(
     title = f"{model_dir.name}, GPUs: {gpus}, requests: {requests} of {context} tokens; each GPU:"
     write_out("\n".join([title, *lines(chosen), said]) + "\n")
     return DONE
+
+
+def check(model: Path | None, *, with_hash: bool, state: Path | None, as_json: bool) -> int:
+    """Reads headers and a sample of values; `with_hash` everything."""
+    model_dir = model or PACKAGED_MODEL
+    if not model_dir.is_dir():
+        raise Refused(MODEL, f"{model_dir}: no such directory; name one that holds a K3 checkpoint")
+    if with_hash and state is None:
+        state = Path(CHECK_STATE)
+        if state.resolve().is_relative_to(model_dir.resolve()):
+            advice = f"to keep {state} here in the model's directory, name it with --state"
+            raise Refused(USAGE, f"{advice}, or give another file or start elsewhere")
+    try:
+        report = check_model(model_dir, state)
+    except StateError as error:
+        raise Refused(USAGE, str(error)) from error
+    except KeyboardInterrupt:
+        later = f"; finished files are in {state}, and the same command goes on" if state else ""
+        raise Refused(INTERRUPTED, f"interrupted{later}") from None
+    if as_json:
+        whole = {"model": str(model_dir), **report.as_dict()}
+        write_out(json.dumps(whole, ensure_ascii=False) + "\n")
+    else:
+        write_out("\n".join(report.lines()) + "\n")
+    return MODEL if report.failed else DONE
 
 
 def read_json_list(path: Path, what: str) -> list[Any]:

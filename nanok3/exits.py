@@ -9,7 +9,7 @@ EXIT_CODES = {
     DONE: "done",
     FAILED: "failed inside: a fault of nanok3, or numbers of the model that are not finite",
     USAGE: "wrong options, or an input file that cannot be read",
-    MODEL: "model refused: no such directory, a damaged file, no memory for it",
+    MODEL: "model refused: no such directory, a damaged file, no memory for it, a failed check",
     REQUEST: "request refused: empty, too long, not UTF-8",
     OUTPUT: "output cannot be written: it exists, or the disk is full",
     PARTIAL: "batch: every line has a record, some of them an error",
