@@ -209,11 +209,12 @@ class Gemv:
         rank, cluster, clusters = self.place()
         position = self.ring.state()
         x_part = x + Int64(rank * (2 * BLOCK * shape.part_blocks))
+        # goes on from pass to pass: rank 0 may still read the box of the last tile
+        parity = Int32(0)
         for first in cutlass.range(0, num_tokens, self.pass_rows, unroll=1):
             count = cutlass.min(num_tokens - first, self.pass_rows)
             self.stage(x_part + Int64(first) * (2 * shape.x_width), count, x_base, tid)
             cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
-            parity = Int32(0)
             for tile in cutlass.range(cluster, shape.tiles, clusters, unroll=1):
                 where = partial + parity * (self.partial_bytes // 2)
                 self.tile(tile, count, barriers, ring_base, position, x_base, where, tid)
