@@ -1,0 +1,360 @@
+"""A warp: control flow, barriers, copies and accesses; and the CTA and the cluster that it is in.
+
+Lanes that differ in where they go next run in the order of the blocks and meet again; whoever comes
+first to an instruction that needs the whole warp waits there for the others. What is done between
+two barriers is ordered with what other warps do by clocks, see `memory.Shared`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ptx.arithmetic import RANK_SHIFT
+from ptx.instructions import Lanes, Program, Statement
+from ptx.memory import Fault, Global, Mbarrier, Shared, gathered, lanes_of, spread
+
+ALL = np.ones(32, bool)
+ALL.flags.writeable = False
+
+
+@dataclass
+class CTA:
+    index: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    rank: int
+    shared: Shared
+    mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
+    barriers: dict[int, list[Warp]] = field(default_factory=dict)  # who waits at which
+    warps: list[Warp] = field(default_factory=list)
+
+
+class Cluster:
+    """Some CTAs that run together, what they share, and the copies under way to them."""
+
+    def __init__(self, program: Program, memory: Global, ctas: list[CTA], params: list[Lanes]):
+        self.program, self.memory, self.ctas, self.params = program, memory, ctas, params
+        per_cta = program.threads // 32
+        total = per_cta * len(ctas)
+        # [warp, warp], and a column for "follows griddepcontrol.wait"
+        self.clock = np.zeros((total, total + 1), np.int64)
+        np.fill_diagonal(self.clock, 1)
+        self.copies: list[Callable[[], None]] = []
+        self.arrived, self.phase = 0, 0  # of the cluster barrier
+        self.collected = self.published = np.zeros(total + 1, np.int64)
+        for cta in ctas:
+            cta.warps = [Warp(self, cta, w, cta.rank * per_cta + w) for w in range(per_cta)]
+        self.warps = [w for cta in ctas for w in cta.warps]
+
+
+class Warp:
+    def __init__(self, cluster: Cluster, cta: CTA, number: int, row: int):
+        self.cluster, self.cta, self.row = cluster, cta, row
+        self.params = cluster.params
+        self.state = "run"  # or done, bar, cluster, mbarrier: what it waits for
+        self.common: int | None = 0  # the next block of all lanes, or None where they differ
+        self.pc = np.zeros(32, np.int64)  # of each lane, -1 when it has ended
+        self.parked = np.zeros(32, bool)  # lanes that wait for the others of the warp
+        self.groups: list[list[Callable[[], None]]] = []
+        self.group: list[Callable[[], None]] = []
+        self.cluster_phase: int | None = None  # in which it has arrived and not waited
+        self.line = ""  # the last access, for messages
+        lane = np.arange(32, dtype=np.uint32)
+        same = [np.full(32, v, np.uint32) for v in (cta.rank, *cta.index, *cta.grid)]
+        specials = [lane + np.uint32(32 * number), lane, *same]
+        kinds = cluster.program.kinds[len(specials) :]
+        self.registers = [*specials, *(poison(k) for k in kinds)]
+
+    @property
+    def clock(self) -> Lanes:
+        return self.cluster.clock[self.row]
+
+    # ---- control ----
+
+    def advance(self) -> bool:
+        """Runs until the warp waits or ends; False if it could not move."""
+        if self.state in ("done", "bar") or (self.state == "cluster" and not self.cluster_passed()):
+            return False
+        moved = False
+        while True:
+            where = self.choose()
+            if where is None:
+                return True
+            block = self.cluster.program.blocks[where]
+            mask = None if self.common is not None else self.pc == where
+            if block.collective and mask is not None:
+                self.parked |= mask
+                continue
+            if block.body:
+                active = mask if mask is not None else ALL
+                try:
+                    self.cluster.program.function(block, mask is not None)(
+                        self, self.registers, active
+                    )
+                except Fault as fault:
+                    raise Fault(
+                        f"{fault} (CTA {self.cta.index}, warp {self.row}, {self.line})"
+                    ) from None
+            if block.end is None:
+                self.go(mask, where + 1)
+            elif not self.end(block.end, block.target, where, mask):
+                return moved or self.state != "mbarrier"
+            moved = True
+
+    def choose(self) -> int | None:
+        """The block to run next: the lowest that a lane is at, so that lanes meet again."""
+        if self.common is not None:
+            return self.common
+        live = self.pc >= 0
+        if not live.any():
+            self.state = "done"
+            return None
+        ready = live & ~self.parked
+        if not ready.any():
+            raise Fault(f"lanes miss a collective: blocks {np.unique(self.pc).tolist()}")
+        where = int(self.pc[ready].min())
+        if (self.pc == where).all():
+            self.common = where
+            self.parked[:] = False
+        return where
+
+    def go(self, mask: Lanes | None, where: int) -> None:
+        if mask is None:
+            self.common = where
+        else:
+            self.pc[mask] = where
+
+    def end(self, s: Statement, target: int, where: int, mask: Lanes | None) -> bool:
+        """A branch, an exit or a wait; False where the warp stops."""
+        taken = ALL if mask is None else mask
+        if s.guard:
+            register, negated = s.guard
+            taken = taken & (self.registers[register] != negated)
+        if s.name.startswith("bra") and "barrier" not in s.name:
+            self.split(mask, taken, target, where + 1)
+            return True
+        if s.name == "ret":
+            self.split(mask, taken, -1, where + 1)
+            if self.common == -1:
+                self.state = "done"
+            return self.state != "done"
+        assert s.guard is None, s.text
+        if s.name.startswith("mbarrier.try_wait"):
+            if not self.passed(s, taken):
+                self.state = "mbarrier"
+                return False
+            self.state = "run"
+            self.go(mask, where + 1)
+            return True
+        self.go(mask, where + 1)
+        if s.name == "bar.sync":
+            self.wait_at_barrier(s)
+        else:
+            self.cluster_passed()
+        return self.state == "run"
+
+    def split(self, mask: Lanes | None, taken: Lanes, target: int, after: int) -> None:
+        if mask is not None:
+            self.pc[mask] = np.where(taken[mask], target, after)
+        elif taken.all():
+            self.common = target
+        elif not taken.any():
+            self.common = after
+        else:
+            self.pc = np.where(taken, target, after)
+            self.common = None
+
+    def waits_for(self) -> str:
+        return f"warp {self.row} {self.state}"
+
+    # ---- barriers ----
+
+    def publish(self) -> Lanes:
+        """The clock of all that this warp did so far; what it does next is later."""
+        clock = self.clock.copy()
+        self.clock[self.row] += 1
+        return clock
+
+    def follow(self, clock: Lanes) -> None:
+        np.maximum(self.clock, clock, out=self.clock)
+
+    def value(self, operand: str, kind: str = "u32") -> Lanes:
+        program = self.cluster.program
+        if operand in program.names:
+            return self.registers[program.names[operand]]
+        return np.full(32, int(operand, 0), np.dtype(kind.replace("u", "uint")))
+
+    def wait_at_barrier(self, s: Statement) -> None:
+        number = uniform(self.value(s.operands[0]))
+        threads = self.cluster.program.threads
+        if len(s.operands) > 1:
+            threads = uniform(self.value(s.operands[1]))
+        waiting = self.cta.barriers.setdefault(number, [])
+        waiting.append(self)
+        self.state = "bar"
+        if 32 * len(waiting) == threads:
+            together = np.max([w.publish() for w in waiting], axis=0)
+            for warp in waiting:
+                warp.follow(together)
+                warp.state = "run"
+            waiting.clear()
+
+    def arrive_at_cluster(self, release: bool) -> None:
+        if self.cluster_phase is not None:
+            raise Fault("a second arrival at the cluster barrier without a wait")
+        cluster, clock = self.cluster, self.publish()
+        self.cluster_phase = cluster.phase
+        if release:
+            cluster.collected = np.maximum(cluster.collected, clock)
+        cluster.arrived += 1
+        if cluster.arrived == len(cluster.warps):
+            cluster.published, cluster.collected = cluster.collected, np.zeros_like(clock)
+            cluster.arrived, cluster.phase = 0, cluster.phase + 1
+
+    def cluster_passed(self) -> bool:
+        if self.cluster_phase is None:
+            raise Fault("a wait at the cluster barrier without an arrival")
+        if self.cluster_phase == self.cluster.phase:
+            self.state = "cluster"
+            return False
+        self.follow(self.cluster.published)
+        self.state, self.cluster_phase = "run", None
+        return True
+
+    def wait_for_earlier_grids(self) -> None:
+        self.clock[-1] = 1
+
+    # ---- mbarriers and copies ----
+
+    def mbarrier(self, at: int) -> Mbarrier:
+        found = self.cta.mbarriers.get(at)
+        if found is None or self.clock[found.born[0]] < found.born[1]:
+            raise Fault(f"the mbarrier at {at} is used before this warp can know of its init")
+        return found
+
+    def init_mbarrier(self, at: Lanes, count: Lanes, mask: Lanes | None) -> None:
+        for lane in lanes_of(mask):
+            empty = np.zeros_like(self.clock)
+            n, born = int(count[lane]), (self.row, int(self.clock[self.row]))
+            where = int(at[lane])
+            self.cta.shared.spots(np.array([where]), 8)
+            self.cta.mbarriers[where] = Mbarrier(n, n, 0, 0, born, empty, empty)
+
+    def arrive(self, at: Lanes, count: Lanes, due: Lanes, mask: Lanes | None) -> None:
+        """Of each lane `count` arrivals, after as many bytes as it says are `due` besides."""
+        for lane in lanes_of(mask):
+            m = self.mbarrier(int(at[lane]))
+            m.missing -= int(count[lane])
+            if m.missing < 0:
+                raise Fault("more arrivals at an mbarrier than its phase has")
+            m.bytes_due += int(due[lane])
+            m.collected = np.maximum(m.collected, self.publish())
+            m.complete()
+
+    def passed(self, s: Statement, active: Lanes) -> bool:
+        """Whether the phases that the active lanes wait for are complete."""
+        name, _, offset = s.operands[1].strip("[]").partition("+")
+        at, parity = self.value(name), self.value(s.operands[2])
+        found = [self.mbarrier(int(at[i]) + int(offset or 0)) for i in lanes_of(active)]
+        if any(m.phase % 2 == parity[i] % 2 for m, i in zip(found, lanes_of(active), strict=True)):
+            return False
+        for m in found:
+            self.follow(m.published)
+        done = self.cluster.program.names[s.operands[0]]
+        self.registers[done] = self.registers[done] | active
+        return True
+
+    def copy_bulk(
+        self, to: Lanes, source: Lanes, size: Lanes, at: Lanes, mask: Lanes | None
+    ) -> None:
+        for i in lanes_of(mask):
+            n, m = int(size[i]), self.mbarrier(int(at[i]))
+            if n < 1 or n % 16:
+                raise Fault(f"a bulk copy of {n} bytes")
+            spots = self.cta.shared.begin_copy(to[i : i + 1], n, self.row, self.clock)[0]
+            whole = self.cluster.memory.load(source[i : i + 1], n, not self.clock[-1])[0]
+            clock = self.publish()
+
+            def land(
+                spots: Lanes = spots, m: Mbarrier = m, whole: Lanes = whole, clock: Lanes = clock
+            ) -> None:
+                self.cta.shared.land(spots, whole)
+                m.bytes_due -= len(whole)
+                m.collected = np.maximum(m.collected, clock)
+                m.complete()
+
+            self.cluster.copies.append(land)
+
+    def copy_16(self, to: Lanes, source: Lanes, mask: Lanes | None) -> None:
+        which = lanes_of(mask)
+        spots = self.cta.shared.begin_copy(to[which], 16, self.row, self.clock)
+        values = self.cluster.memory.load(source[which], 16, not self.clock[-1])
+
+        self.group.append(functools.partial(self.cta.shared.land, spots, values))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.group)
+        self.group = []
+
+    def wait_group(self, most: int) -> None:
+        while len(self.groups) > most:
+            for land in self.groups.pop(0):
+                land()
+
+    # ---- loads and stores; each word of a result is 32 lanes ----
+
+    def load_global(self, at: Lanes, count: int, size: int, mask: Lanes | None) -> list[Lanes]:
+        which = lanes_of(mask)
+        raw = self.cluster.memory.load(at[which], count * size, not self.clock[-1])
+        return spread(raw, which, count, size)
+
+    def load_shared(self, at: Lanes, count: int, size: int, mask: Lanes | None) -> list[Lanes]:
+        which = lanes_of(mask)
+        raw = self.cta.shared.load(at[which], count * size, self.row, self.clock)
+        return spread(raw, which, count, size)
+
+    def load_matrices(self, at: Lanes, transposed: bool) -> list[Lanes]:
+        raw = self.cta.shared.load(at, 16, self.row, self.clock)
+        rows = np.ascontiguousarray(raw).view(np.uint16).reshape(4, 8, 8)
+        if transposed:
+            rows = rows.transpose(0, 2, 1)
+        return list(np.ascontiguousarray(rows).view(np.uint32).reshape(4, 32))
+
+    def store_global(self, at: Lanes, values: list[Lanes], mask: Lanes | None) -> None:
+        if not self.clock[-1]:
+            raise Fault("a store to global memory before griddepcontrol.wait")
+        which = lanes_of(mask)
+        self.cluster.memory.store(at[which], gathered(values, which))
+
+    def store_shared(self, at: Lanes, values: list[Lanes], mask: Lanes | None) -> None:
+        which = lanes_of(mask)
+        self.cta.shared.store(at[which], gathered(values, which), self.row, self.clock)
+
+    def store_cluster(self, at: Lanes, values: list[Lanes], mask: Lanes | None) -> None:
+        which = lanes_of(mask)
+        raw, rank = gathered(values, which), (at[which] >> RANK_SHIFT) - 1
+        for r in np.unique(rank):
+            cta = self.cluster.ctas[r]
+            if self.cluster.phase == 0:
+                raise Fault("a store to a CTA of the cluster that may not have begun")
+            if any(w.state == "done" for w in cta.warps):
+                raise Fault("a store to a CTA of the cluster that may have ended")
+            to = at[which][rank == r] & ((1 << RANK_SHIFT) - 1)
+            cta.shared.store(to, raw[rank == r], self.row, self.clock)
+
+    def red_or(self, at: Lanes, word: Lanes, mask: Lanes | None) -> None:
+        which = lanes_of(mask)
+        self.cta.shared.red_or(at[which], word[which], self.row, self.clock)
+
+
+def poison(kind: str) -> Lanes:
+    return np.zeros(32, bool) if kind == "bool_" else np.full(32, 0xDEAD, kind)
+
+
+def uniform(value: Lanes) -> int:
+    if (value != value[0]).any():
+        raise Fault("a barrier whose number differs between lanes")
+    return int(value[0])
