@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanok3.batch_input import MAX_LINE_BYTES, SeenIds
 from nanok3.chat import EFFORTS
 from nanok3.console import TextError, decode_text, parse_json
 from nanok3.reply import Reply, message_from_reply
@@ -70,30 +71,43 @@ class Line:
     problem: str | None = None
 
 
-def read_lines(raw_lines: Iterable[bytes]) -> Iterator[Line]:
-    """The lines that are not blank. A custom_id that came before is a problem of the later line."""
-    place = end = 0
-    seen: dict[str, int] = {}  # custom_id -> number of its line
-    for number, raw in enumerate(raw_lines, start=1):
-        end += len(raw)
-        if number == 1:
+class LineReader:
+    """Takes the lines of a file one after the other."""
+
+    def __init__(self) -> None:
+        self._place = self._number = self._end = 0
+        self._seen = SeenIds()
+
+    def read(self, raw: bytes) -> Line | None:
+        """None: it is blank. A custom_id that came before is a problem of the later line."""
+        self._number += 1
+        self._end += len(raw)
+        if self._number == 1:
             raw = raw.removeprefix(codecs.BOM_UTF8)
         if not raw.strip():
-            continue
-        digest = hashlib.sha256(b"%d %s" % (place, raw.strip())).hexdigest()[:24]
+            return None
+        digest = hashlib.sha256(b"%d %s" % (self._place, raw.strip())).hexdigest()[:24]
         custom_id, is_openai, ask, problem = _read_line(raw)
-        if custom_id is not None and custom_id in seen:
-            ask = None
-            problem = f"custom_id {custom_id!r} stands on line {seen[custom_id]} already"
-        elif custom_id is not None:
-            seen[custom_id] = number
-        yield Line(place, number, end, custom_id, is_openai, digest, ask, problem)
-        place += 1
+        if custom_id is not None:
+            first = self._seen.first(custom_id, self._number)
+            if first != self._number:
+                ask, problem = None, f"custom_id {custom_id!r} stands on line {first} already"
+        number, place = self._number, self._place
+        self._place += 1
+        return Line(place, number, self._end, custom_id, is_openai, digest, ask, problem)
+
+
+def read_lines(raw_lines: Iterable[bytes]) -> Iterator[Line]:
+    """The lines that are not blank."""
+    reader = LineReader()
+    return (line for raw in raw_lines if (line := reader.read(raw)) is not None)
 
 
 def _read_line(raw: bytes) -> tuple[str | None, bool, Ask | None, str | None]:
     """(custom_id, whether it is OpenAI's form, what it asks, or what is wrong with it)."""
     custom_id, is_openai = None, False
+    if len(raw) > MAX_LINE_BYTES:
+        return None, False, None, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
     try:
         value = parse_json(decode_text(raw, "the line"), "the line")
         if not isinstance(value, dict):

@@ -152,17 +152,40 @@ def generate(
 @click.argument("source", metavar="IN.jsonl")
 @click.argument("target", metavar="OUT.jsonl")
 @click.option("--resume", is_flag=True, help="Go on with the OUT.jsonl of a run that was cut off.")
+@click.option("--errors", metavar="FILE", help="Gets the records of failed lines besides.")
+@click.option(
+    "--on-interrupt",
+    type=click.Choice(["finish", "stop"]),
+    default="finish",
+    show_default=True,
+    help="The first Ctrl-C lets the replies that run be finished, or not.",
+)
 @shared(COMMON)
-def batch(source: str, target: str, resume: bool, **given: Any) -> int:
-    """Answer every line of IN.jsonl, in order; - is stdin or stdout.
+def batch(
+    source: str,
+    target: str,
+    resume: bool,
+    errors: str | None,
+    on_interrupt: str,
+    **given: Any,
+) -> int:
+    """Answer every line of IN.jsonl (or gzip of it), in order; - is stdin or stdout.
 
     A line is {"prompt": ...}, {"messages": ...} or OpenAI's batch form, each with the options of a
-    chat completion. A line that cannot be answered gets a record that says why.
+    chat completion. A line that cannot be answered gets a record that says why. What is finished
+    is kept in OUT.jsonl.journal until OUT.jsonl is whole, so that nothing ends a run for good.
     """
     from nanok3 import commands
 
     options = commands.Options(**read_options(given))
-    return commands.batch(options, source, target, resume=resume)
+    return commands.batch(
+        options,
+        source,
+        target,
+        resume=resume,
+        errors=errors,
+        finish_running=on_interrupt == "finish",
+    )
 
 
 @cli.command(epilog=EPILOG)

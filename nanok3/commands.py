@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nanok3 import bench
-from nanok3.batch import InputError, Overrides, check_paths, run_batch
+from nanok3.batch import Overrides, run_batch
+from nanok3.batch_files import check_paths
+from nanok3.batch_input import InputError
 from nanok3.chat import DEFAULT_EFFORT
 from nanok3.chat_session import ChatSession, follow
 from nanok3.check import check_model
@@ -111,9 +113,18 @@ def generate(
     return INTERRUPTED if result.finish_reason == "cancelled" else DONE
 
 
-def batch(options: Options, source: str, target: str, *, resume: bool) -> int:
+def batch(
+    options: Options,
+    source: str,
+    target: str,
+    *,
+    resume: bool,
+    errors: str | None,
+    finish_running: bool,
+) -> int:
+    how = "nothing can go on with it" if target == "-" else "--resume goes on"
     try:
-        check_paths(source, target, resume)
+        check_paths(source, target, resume, errors)
         engine = load(options, is_single=False)
         with Interrupts() as interrupts:
             counts = run_batch(
@@ -123,12 +134,17 @@ def batch(options: Options, source: str, target: str, *, resume: bool) -> int:
                 model=options.model_dir.name,
                 overrides=Overrides(options.sampling, options.thinking, options.effort),
                 resume=resume,
+                errors=errors,
                 should_stop=lambda: interrupts.count > 0,
+                finish_running=finish_running,
             )
     except InputError as error:
         raise Refused(USAGE, str(error)) from error
+    except KeyboardInterrupt:
+        raise Refused(INTERRUPTED, f"stopped at once; {how}") from None
     if counts.interrupted:
-        raise Refused(INTERRUPTED, f"interrupted after {counts.done} lines; --resume goes on")
+        waiting = f", {counts.waiting} more wait in the journal" if counts.waiting else ""
+        raise Refused(INTERRUPTED, f"interrupted after {counts.done} lines{waiting}; {how}")
     return PARTIAL if counts.failed else DONE
 
 

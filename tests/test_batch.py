@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from tiny import make_checkpoint, tiny_config
 
-from nanok3 import batch, batch_lines
-from nanok3.batch import InputError, Overrides, check_paths, run_batch
+from nanok3 import batch, batch_input, batch_lines, journal
+from nanok3.batch import Overrides, run_batch
+from nanok3.batch_files import check_paths
+from nanok3.batch_input import InputError
 from nanok3.batch_lines import Line, error_record, failed, names, read_lines, result_record
 from nanok3.config import EngineConfig
 from nanok3.console import OutputError
@@ -378,14 +381,15 @@ def test_reading_stays_a_bounded_way_ahead(
         written += 1
         write_record(self, record)
 
-    def counted(raw_lines: Any) -> Any:
-        for line in read_lines(raw_lines):
-            ahead.append(line.place - written)
-            yield line
+    def counted(self: Any, raw: bytes) -> Line | None:
+        line = read_line(self, raw)
+        assert line is not None
+        ahead.append(line.place - written)
+        return line
 
-    write_record = batch.RecordFile.write
-    monkeypatch.setattr(batch.RecordFile, "write", spy)
-    monkeypatch.setattr(batch, "read_lines", counted)
+    write_record, read_line = journal.RecordFile.write, batch.LineReader.read
+    monkeypatch.setattr(journal.RecordFile, "write", spy)
+    monkeypatch.setattr(batch.LineReader, "read", counted)
     lines = [plain("a", max_tokens=40)] + [plain("b", max_tokens=1), b"bad"] * 20
     run(engine, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert max(ahead) == 4 and written == 41
@@ -524,7 +528,9 @@ def test_full_disk_keeps_whole_lines(model: Path, engine: Engine, tmp_path: Path
     )
     assert done.returncode == 5, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"nanok3: {target} cannot be written: File too large")
+    # The journal is the first to be full: it has what the output has, and a little more.
+    assert last.startswith(f"nanok3: {target}.journal cannot be written: File too large")
+    assert last.endswith("--resume goes on")
     assert done.stdout == "" and "Traceback" not in done.stderr
     assert 0 < len(records(target)) < 9
     done = subprocess.run(
@@ -538,7 +544,7 @@ def test_full_disk_keeps_whole_lines(model: Path, engine: Engine, tmp_path: Path
 def test_killed_run_is_resumed(
     model: Path, engine: Engine, tmp_path: Path, number: signal.Signals
 ) -> None:
-    source = write(tmp_path / "in.jsonl", [plain(f"{i}") for i in range(10)])
+    source = write(tmp_path / "in.jsonl", [plain(f"{i}", max_tokens=5) for i in range(25)])
     whole, target = tmp_path / "whole", tmp_path / "out.jsonl"
     run(engine, source, whole)
     process = subprocess.Popen(
@@ -553,7 +559,8 @@ def test_killed_run_is_resumed(
     if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in stderr
         assert "--resume goes on" in stderr.splitlines()[-1]
-    assert 0 < len(records(target)) < 10, "killed in the middle"
+    done_lines = target.read_bytes().count(b"\n")  # a kill may tear the last one
+    assert 0 < done_lines < 25, "killed in the middle"
     done = subprocess.run(command(model, source, target, "--resume"), env=ENV, capture_output=True)
     assert done.returncode == 0
     assert target.read_bytes() == whole.read_bytes()
@@ -568,3 +575,80 @@ def test_stdin_to_stdout(model: Path, engine: Engine, tmp_path: Path) -> None:
     assert done.returncode == 6, "some lines failed"
     assert done.stdout == (tmp_path / "out.jsonl").read_bytes()
     assert b"2 lines done, 1 failed" in done.stderr
+
+
+def test_gzip_errors_and_a_long_line(
+    model: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_input, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 1000)
+    lines = [plain("a"), plain("b" * 900_000), b"bad", openai("x")]
+    source = write(tmp_path / "in.jsonl", lines)
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    for name, path in [("plain", source), ("gz", packed)]:
+        counts = run(engine, path, tmp_path / name, errors=str(tmp_path / f"{name}-errors"))
+        assert (counts.done, counts.failed) == (4, 2)
+    whole = (tmp_path / "plain").read_bytes()
+    assert (tmp_path / "gz").read_bytes() == whole
+    _, long, bad, _ = whole.splitlines(keepends=True)
+    assert json.loads(long)["error"]["code"] == "bad_line" and len(long) < 500
+    assert (tmp_path / "gz-errors").read_bytes() == long + bad
+    # Cut off: what can be read is answered and kept.
+    target = tmp_path / "cut"
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(packed.read_bytes()[:-6])
+    with pytest.raises(InputError, match="is gzip, but damaged or cut off"):
+        run(engine, cut, target)
+    assert target.read_bytes() == whole and journal.journal_path(str(target)).exists()
+    run(engine, packed, target, resume=True)
+    assert target.read_bytes() == whole and not journal.journal_path(str(target)).exists()
+
+
+def test_paths_of_journal_and_errors(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [plain("a")]), str(tmp_path / "out")
+    for errors, reason in [
+        (str(source), "is the input too; name another file for the errors"),
+        (target, "name another file for the errors"),
+        (f"{target}.journal", "name another file for the errors"),
+        ("-", "--errors needs a file"),
+    ]:
+        with pytest.raises(InputError, match=reason):
+            check_paths(str(source), target, False, errors)
+    (tmp_path / "errors").write_text("mine")
+    with pytest.raises(OutputError, match="errors exists; name another file"):
+        check_paths(str(source), target, False, str(tmp_path / "errors"))
+    (tmp_path / "out.journal").write_text("left")
+    with pytest.raises(OutputError, match=r"out.journal exists; add --resume to go on"):
+        check_paths(str(source), target, False)
+    check_paths(str(source), target, True, str(tmp_path / "errors"))
+
+
+@pytest.mark.parametrize("how", ["finish", "stop", "twice"])
+def test_interrupted_command(model: Path, engine: Engine, tmp_path: Path, how: str) -> None:
+    """Three requests at once; the first line is long, so that others wait in the journal."""
+    lines = [plain("a", max_tokens=300), *(plain(f"{i}", max_tokens=5) for i in range(40))]
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    option = ["--on-interrupt", "stop" if how == "stop" else "finish", "--requests", "3"]
+    process = subprocess.Popen(
+        command(model, source, target, *option), env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    kept = journal.journal_path(str(target))
+    deadline = time.monotonic() + 30
+    while not (kept.exists() and kept.stat().st_size > 1000):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    if how == "twice":
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in stderr, stderr
+    last = stderr.splitlines()[-1]
+    assert last.endswith("; --resume goes on")
+    assert last.startswith("nanok3: stopped at once" if how == "twice" else "nanok3: interrupted")
+    with journal.Journal(kept) as file:
+        _, entries = file.read()
+    assert 0 < len(entries) < 41
+    is_whole = len(records(target)) > 0  # the long one stands first
+    assert is_whole == (how == "finish")
