@@ -14,6 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from nanok3.config import (
     load_generation_defaults,
 )
 from nanok3.device import device_problems
+from nanok3.grammar import Grammar, TokenTable, build_grammar
+from nanok3.messages import read_messages, read_tools
 from nanok3.progress import Progress
 from nanok3.reply import Event
 from nanok3.request import Request, Result
@@ -137,7 +140,9 @@ class Engine:
 
         prompt: a text (one user message), messages in the OpenAI form, or ids (taken as they are;
         the reply is then plain text). params: `self.sampling()` gives the checkpoint's defaults.
-        The other options are those of `chat.render`, and mean nothing for ids.
+        The other options are those of `chat.render`, and mean nothing for ids. A response_format of
+        JSON and tool_choice "required" are enforced while decoding: such a reply ends when its
+        form is whole, so stop strings, stop ids and min_tokens mean nothing for it.
         Raises RequestError where the request can never be served.
         """
         request = self.submit(
@@ -247,7 +252,7 @@ class Engine:
         message = {"role": "user", "content": prompt}
         items: list[Any] = [message] if isinstance(prompt, str) else list(prompt)
         if all(type(item) is int for item in items):
-            ids, channel = items, None
+            ids, channel, grammar = items, None, None
         else:
             if self.tokenizer is None:
                 raise RequestError("this checkpoint has no tiktoken.model; give ids, not text")
@@ -260,10 +265,18 @@ class Engine:
                     tool_choice=tool_choice,
                     response_format=response_format,
                 )
+                declared = [tool for m in read_messages(items) for tool in m.tools]
+                grammar = build_grammar(
+                    lambda: self._token_table,
+                    tools=read_tools(tools, "tools") + declared,
+                    thinking=thinking,
+                    tool_choice=tool_choice,
+                    response_format=response_format,
+                )
             except ValueError as error:
                 raise RequestError(str(error)) from error
             ids, channel = self.tokenizer.continue_segments(segments, before), thinking
-        request = self._request(ids, params, channel)
+        request = self._request(ids, params, channel, grammar)
         self._waiting.append(request)
         return request
 
@@ -314,7 +327,18 @@ class Engine:
 
     # ---- inside a step ----
 
-    def _request(self, ids: list[int], params: SamplingParams, thinking: bool | None) -> Request:
+    @cached_property
+    def _token_table(self) -> TokenTable:
+        assert self.tokenizer is not None, "a grammar without a tokenizer"
+        return TokenTable(self.tokenizer)
+
+    def _request(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        thinking: bool | None,
+        grammar: Grammar | None,
+    ) -> Request:
         self._check_ids(ids, self.max_context - 1)  # and at least one for the reply
         if self.tokenizer is None and params.stop:
             raise RequestError("this checkpoint has no tiktoken.model; stop strings need its text")
@@ -322,10 +346,13 @@ class Engine:
         max_tokens = min(params.max_tokens or DEFAULT_MAX_TOKENS, room)
         ends = {self.config.eos_token_id, *self.defaults.eos_token_id, *params.stop_token_ids}
         if self.tokenizer is not None:
-            ends |= {self.tokenizer.special_id(name) for name in STOP_TOKENS}
+            own = {self.tokenizer.special_id(name) for name in STOP_TOKENS}
+            ends = own if grammar is not None else ends | own
+        if grammar is not None:  # it alone says when the reply may end
+            params = replace(params, stop=(), min_tokens=0)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         params = replace(params, seed=seed, stop_token_ids=tuple(sorted(ends)))
-        return Request(ids, params, frozenset(ends), max_tokens, self.tokenizer, thinking)
+        return Request(ids, params, frozenset(ends), max_tokens, self.tokenizer, thinking, grammar)
 
     def _check_ids(self, ids: Sequence[int], most: int) -> None:
         if not ids:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nanok3.channels import ChannelParser
+from nanok3.grammar import Grammar
 from nanok3.reply import ContentDelta, Event, ReasoningDelta, Reply, ToolCall
 from nanok3.sampling import SamplingParams
 from nanok3.stop import StopChecker, finish_reason
@@ -82,6 +83,7 @@ class Request:
         max_tokens: int,
         tokenizer: Tokenizer | None,
         thinking: bool | None,
+        grammar: Grammar | None = None,
     ) -> None:
         """`thinking` is None for bare ids; a conversation's says which channel is open."""
         self.ids = list(prompt_ids)  # prompt, then output
@@ -89,6 +91,7 @@ class Request:
         self.params = params
         self.stop_ids = stop_ids
         self.max_tokens = max_tokens
+        self.grammar = grammar  # what the next id may be; None = anything
         self.num_cached = 0  # of `ids`, in the caches
         self.num_reused = 0  # of those, from a snapshot
         self.in_flight = False  # a pass has begun, and `num_cached` does not say what it did
@@ -127,6 +130,8 @@ class Request:
     def take(self, token: int) -> None:
         """The next id of the output. Ends the request if it is the last one."""
         self.ids.append(token)
+        if self.grammar is not None:
+            self.grammar.take(token)
         met_stop_id = token in self.stop_ids
         try:
             met_stop_text = token not in self._silent_ids and self._emit(self._read(token))
@@ -167,6 +172,7 @@ class Request:
     def result(self) -> Result:
         assert self.finish_reason is not None, "the request still runs"
         reply = self._parser.reply() if self._parser is not None else Reply("", "", [], [], True)
+        warning = self.grammar.warning if self.grammar is not None else None
         return Result(
             token_ids=self.ids[self.num_prompt :],
             text="".join(self._content),
@@ -175,7 +181,7 @@ class Request:
             finish_reason=self.finish_reason,
             usage=Usage(self.num_prompt, self.num_reused, self.num_output),
             error=self.error,
-            warnings=reply.warnings,
+            warnings=reply.warnings + ([warning] if warning is not None else []),
             well_formed=reply.well_formed and self.error is None,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
         )

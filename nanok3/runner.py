@@ -113,6 +113,8 @@ class Runner:
     def decode(self, requests: list[Request]) -> list[Drawn]:
         """One row of each request, and the id drawn after it."""
         logits = self._decode_logits(requests)
+        finite = logits.isfinite().all(-1).tolist()
+        self._forbid(logits, requests)
         for request in requests:
             request.num_cached += 1
         params = [r.params for r in requests]
@@ -126,7 +128,7 @@ class Runner:
             sampled = sample(
                 logits, options, positions, counts, seen, max(wanted) if wanted else None
             )
-        ids, finite = sampled.ids.tolist(), logits.isfinite().all(-1).tolist()
+        ids = sampled.ids.tolist()
         return [
             Drawn(ids[i], finite[i], logprob_of(sampled.logprobs, i, ids[i], p.logprobs))
             for i, p in enumerate(params)
@@ -145,6 +147,14 @@ class Runner:
             slot = r.blocks[r.num_cached // size] * size + r.num_cached % size
             decode_rows.append(Row(r.ids[r.num_cached], r.num_cached, slot, r.slot, r.blocks))
         return self._captured(decode_rows)
+
+    def _forbid(self, logits: Tensor, requests: list[Request]) -> None:
+        """-inf in `logits` [R, V] for what a request's grammar leaves out; other rows stay."""
+        for i, request in enumerate(requests):
+            mask = request.grammar.mask() if request.grammar is not None else None
+            if mask is not None:
+                with torch.inference_mode():
+                    logits[i].masked_fill_(~mask.to(logits.device), -torch.inf)
 
     def _counts(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
         """Output counts [R, V] i64 and whether an id stands in the prompt [R, V]."""
@@ -165,5 +175,6 @@ def logprob_of(
     if logprobs is None or num_top is None:
         return None
     top_ids = logprobs.top_ids[row, :num_top].tolist()
-    top = tuple(zip(top_ids, logprobs.top[row, :num_top].tolist(), strict=True))
+    pairs = zip(top_ids, logprobs.top[row, :num_top].tolist(), strict=True)
+    top = tuple(pair for pair in pairs if pair[1] > -torch.inf)  # not what a grammar forbade
     return TokenLogprob(token_id, float(logprobs.chosen[row]), top)

@@ -56,7 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reply": set(),
     "channels": {"chat", "reply", "tokenizer"},
     "stop": set(),
-    "request": {"channels", "reply", "sampling", "stop", "tokenizer"},
+    "tool_grammar": set(),
+    "grammar": {"chat", "tokenizer", "tool_grammar"},
+    "request": {"channels", "grammar", "reply", "sampling", "stop", "tokenizer"},
     # all of it
     "runner": {
         *("config", "weights", "cache", "step", "ops", "model", "graph", "captured"),
@@ -65,7 +67,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {
         *("config", "checkpoint", "device", "progress", "cache", "runner"),
         *("weight_table", "weights"),
-        *("sampling", "tokenizer", "chat", "channels", "reply", "request", "comm"),
+        *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
+        "comm",
     },
 }
 
@@ -75,10 +78,11 @@ OTHERS: dict[str, set[str]] = {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops"),
-        *("weight_table", "random_weights"),
+        *("weight_table", "random_weights", "grammar"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay"),
     },
     "tokenizers": {"tokenizer"},
+    "llguidance": {"grammar"},
     "click": {"cli"},
     "cutlass": {"dsl", "comm", "kernels"},
     "cuda": {"dsl", "comm", "kernels"},
