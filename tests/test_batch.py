@@ -98,7 +98,7 @@ def mixed_lines() -> list[dict[str, Any]]:
             plain("a" * (1 + 9 * i), seed=i, max_tokens=2 + 3 * (3 - i)),
             openai(f"id{i}", messages=talk, temperature=0, top_k=3, logprobs=True, top_logprobs=2),
             plain(f"b{i}", temperature=1.3, min_p=0.05, repetition_penalty=1.2, stop=["e", "\n"]),
-            openai(f"tool{i}", tools=tools, tool_choice="required", presence_penalty=0.5, seed=i),
+            openai(f"tool{i}", tools=tools, tool_choice="none", presence_penalty=0.5, seed=i),
         ]
     lines[5]["body"]["reasoning_effort"] = "low"
     return lines
