@@ -16,6 +16,7 @@ from typing import Any
 
 from nanok3.console import Interrupts, Printer, TextError, note
 from nanok3.engine import Engine, RequestError
+from nanok3.record import Asked, Recorder, recording
 from nanok3.reply import Reply, message_from_reply
 from nanok3.request import Request, Result
 from nanok3.sampling import SamplingParams
@@ -56,7 +57,13 @@ class ChatSession:
     """
 
     def __init__(
-        self, engine: Engine, params: SamplingParams, *, thinking: bool, effort: str
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        *,
+        thinking: bool,
+        effort: str,
+        recorder: Recorder | None = None,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self._ids: list[int] = []  # the last prompt and its reply
@@ -64,6 +71,7 @@ class ChatSession:
         self._params = params
         self._thinking = thinking
         self._effort = effort
+        self._recorder = recorder
         self._interrupts = Interrupts()
         self._attended = sys.stdin.isatty()
 
@@ -113,7 +121,8 @@ class ChatSession:
             before=self._ids,
         )
         start = time.monotonic()
-        result = follow(self._engine, request, Printer(show_thinking=True), self._interrupts)
+        with recording(self._recorder, request, Asked(asked, None, self._thinking)):
+            result = follow(self._engine, request, Printer(show_thinking=True), self._interrupts)
         _report(result, time.monotonic() - start)
         reply = Reply(result.reasoning, result.text, result.tool_calls, [], result.well_formed)
         if result.text or result.reasoning or result.tool_calls:

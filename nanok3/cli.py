@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from nanok3.config import TP_SIZES, default_dtype
 from nanok3.console import (
@@ -69,6 +70,9 @@ COMMON = (
     click.option("--strict", is_flag=True, help="A reply never depends on its company; slower."),
     click.option("--show-config", is_flag=True, help="Say what is in force, and from where."),
 )
+RECORD = click.option(
+    "--record", type=FILE, help="Gets what `nanok3 replay` needs, a line a reply; must not exist."
+)
 
 
 Command = Callable[..., int]
@@ -95,12 +99,13 @@ def cli() -> None:
 
 
 @cli.command(epilog=EPILOG)
+@RECORD
 @shared(COMMON)
-def chat(**given: Any) -> int:
+def chat(record: Path | None, **given: Any) -> int:
     """Talk with the model. Ctrl-C stops an answer, a second one leaves."""
     from nanok3 import commands
 
-    return commands.chat(commands.Options(**read_options(given)))
+    return commands.chat(commands.Options(**read_options(given)), record)
 
 
 @cli.command(epilog=EPILOG)
@@ -110,6 +115,7 @@ def chat(**given: Any) -> int:
 @click.option("--tools", type=FILE, help="Holds a JSON list of tools in OpenAI's form.")
 @click.option("--show-thinking", is_flag=True, help="On stderr.")
 @click.option("--json", "as_json", is_flag=True, help="The whole result as one JSON object.")
+@RECORD
 @shared(COMMON)
 def generate(
     prompt: str | None,
@@ -118,6 +124,7 @@ def generate(
     tools: Path | None,
     show_thinking: bool,
     as_json: bool,
+    record: Path | None,
     **given: Any,
 ) -> int:
     """Reply once, to PROMPT, a file, or stdin if PROMPT is - or left out.
@@ -145,7 +152,24 @@ def generate(
         tools=None if tools is None else commands.read_json_list(tools, "tools"),
         show_thinking=show_thinking,
         as_json=as_json,
+        record=record,
     )
+
+
+@cli.command(epilog=EPILOG)
+@click.argument("record", type=FILE)
+@click.option("--model", type=FILE, metavar="DIR", help="Needed unless it is the packaged one.")
+@click.option("--device", help="cpu, cuda or cuda:N; else the record's.")
+@click.option("--strict", is_flag=True, help="One row at a time, whatever the record says.")
+def replay(record: Path, model: Path | None, device: str | None, strict: bool) -> int:
+    """Run again what `--record` wrote of generate or chat, and say where it first differs.
+
+    A line a reply. A greedy reply may differ by rounding where the two best logits were less than
+    0.001 apart; that is said, and differs nonetheless.
+    """
+    from nanok3 import commands
+
+    return commands.replay(record, model, device=device, strict=strict)
 
 
 @cli.command(epilog=EPILOG)
@@ -312,8 +336,15 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
         sampling["stop"] = given["stop"]
     thinking = None if given["thinking"] is None else given["thinking"] == "on"
     others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "show_config")
+    said = click.get_current_context().get_parameter_source
+    named = frozenset(n for n in ("device", "dtype") if said(n) is ParameterSource.COMMANDLINE)
     given["dtype"] = given["dtype"] or default_dtype(given["device"])
-    return {"sampling": sampling, "thinking": thinking} | {name: given[name] for name in others}
+    return {
+        "sampling": sampling,
+        "thinking": thinking,
+        "given": named,
+        **{name: given[name] for name in others},
+    }
 
 
 def run(arguments: Sequence[str]) -> int:

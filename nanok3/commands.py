@@ -10,29 +10,43 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nanok3 import bench
 from nanok3.batch import Overrides, run_batch
 from nanok3.batch_files import check_paths
 from nanok3.batch_input import InputError
-from nanok3.chat import DEFAULT_EFFORT
 from nanok3.chat_session import ChatSession, follow
 from nanok3.check import check_model
 from nanok3.checkpoint import CheckpointError
-from nanok3.config import K3, EngineConfig, Shard, load_config
+from nanok3.config import K3, EngineConfig, Shard, default_dtype, load_config
 from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
 from nanok3.content_hash import StateError
 from nanok3.device import device_problems
-from nanok3.engine import DEFAULT_MAX_TOKENS, Engine, RequestError
-from nanok3.exits import DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
+from nanok3.engine import Engine, RequestError
+from nanok3.exits import DIFFERS, DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
+from nanok3.options import PACKAGED_MODEL, settings_in_force
+from nanok3.options import Options as Options
 from nanok3.plan import lines, make_plan, verdict
 from nanok3.progress import ProgressLine
+from nanok3.record import (
+    Asked,
+    Recorder,
+    RecordError,
+    check_free,
+    describe_run,
+    identity,
+    read_records,
+    recording,
+)
+from nanok3.replay import changes
+from nanok3.replay import replay as run_again
 from nanok3.sampling import SamplingParams
 
-PACKAGED_MODEL = Path(__file__).parent / "models" / "k3_mini"
 BUILT_IN = "k3"  # as a model's name in `plan`: K3's published config, without any files
 LONG_CONTEXT = 32768  # tokens that a single conversation has room for, where the model allows it
 
@@ -40,33 +54,11 @@ MAX_PROBLEMS = 20
 CHECK_STATE = "nanok3-check.jsonl"  # where `check --hash` keeps finished files, if not told
 
 
-@dataclass(frozen=True)
-class Options:
-    """What chat, generate and batch have in common; None where the person said nothing."""
-
-    model: Path | None
-    device: str
-    dtype: str
-    sampling: dict[str, Any]  # fields of SamplingParams, only those that were given
-    thinking: bool | None
-    effort: str | None
-    context: int | None  # tokens of prompt and reply
-    requests: int | None  # at once
-    strict: bool
-    show_config: bool
-
-    @property
-    def model_dir(self) -> Path:
-        return self.model or PACKAGED_MODEL
-
-    @property
-    def is_thinking(self) -> bool:
-        return self.thinking is not False
-
-
-def chat(options: Options) -> int:
+def chat(options: Options, record: Path | None = None) -> int:
+    if record is not None:
+        check_free(record)
     engine = load(options, is_single=True)
-    effort = options.effort or DEFAULT_EFFORT
+    effort = options.effort_in_force
     note(
         f"{options.model_dir.name}, {options.dtype} on {options.device}, room for "
         f"{engine.max_context} tokens, "
@@ -74,11 +66,14 @@ def chat(options: Options) -> int:
         + "; /help"
     )
     params = engine.sampling(**options.sampling)
-    session = ChatSession(engine, params, thinking=options.is_thinking, effort=effort)
-    try:
-        return DONE if session.run() else INTERRUPTED
-    except RequestError as error:
-        raise Refused(REQUEST, str(error)) from error
+    with _recorder(record, engine, options) as recorder:
+        session = ChatSession(
+            engine, params, thinking=options.is_thinking, effort=effort, recorder=recorder
+        )
+        try:
+            return DONE if session.run() else INTERRUPTED
+        except RequestError as error:
+            raise Refused(REQUEST, str(error)) from error
 
 
 def generate(
@@ -88,20 +83,26 @@ def generate(
     tools: list[Any] | None,
     show_thinking: bool,
     as_json: bool,
+    record: Path | None = None,
 ) -> int:
+    if record is not None:
+        check_free(record)
     engine = load(options, is_single=True)
-    with Interrupts() as interrupts:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    with _recorder(record, engine, options) as recorder, Interrupts() as interrupts:
         try:
             request = engine.submit(
                 prompt,
                 engine.sampling(**options.sampling),
                 tools=tools,
                 thinking=options.is_thinking,
-                thinking_effort=options.effort or DEFAULT_EFFORT,
+                thinking_effort=options.effort_in_force,
             )
         except RequestError as error:
             raise Refused(REQUEST, str(error)) from error
-        result = follow(engine, request, None if as_json else Printer(show_thinking), interrupts)
+        printer = None if as_json else Printer(show_thinking)
+        with recording(recorder, request, Asked(messages, tools, options.is_thinking)):
+            result = follow(engine, request, printer, interrupts)
     if as_json:
         write_out(json.dumps(asdict(result), ensure_ascii=False) + "\n")
     for warning in result.warnings:
@@ -111,6 +112,48 @@ def generate(
     if result.error is not None:
         raise Refused(FAILED, f"the reply ended early: {result.error}")
     return INTERRUPTED if result.finish_reason == "cancelled" else DONE
+
+
+def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) -> int:
+    """Runs the records of a file again: DONE if all replies are as they were, else DIFFERS."""
+    try:
+        records = read_records(path)
+    except RecordError as error:
+        raise Refused(USAGE, str(error)) from error
+    then = records[0].run
+    if model is None and then.model != PACKAGED_MODEL.name:
+        raise Refused(USAGE, f"{path} is of the model {then.model}; name its directory by --model")
+    model_dir = model or PACKAGED_MODEL
+    on, dtype = device or then.engine.device, then.engine.dtype
+    if on.startswith("cuda") != then.engine.device.startswith("cuda"):
+        dtype = default_dtype(on)
+    _check_device(on, dtype)
+    with _model_refused(model_dir):
+        load_config(model_dir)  # says what is wrong with a directory, before it is compared
+        if identity(model_dir)[0] != then.config_sha256:
+            reason = "is not that of the record; name the checkpoint that was recorded"
+            raise Refused(MODEL, f"{model_dir}: config.json {reason}")
+        if on == "cpu":
+            torch.set_num_threads(max(then.threads, 1))  # they cut sums, so they change last bits
+        settings = replace(then.engine, strict=strict or then.engine.strict)
+        engine = Engine.load(
+            model_dir,
+            device=on,
+            dtype=dtype,
+            settings=settings,
+            progress=ProgressLine("loading"),
+        )
+        for change in changes(then, describe_run(engine, model_dir)):
+            note(f"nanok3: {change}")
+    same = True
+    try:
+        for number, verdict in enumerate(run_again(engine, records), start=1):
+            title = f"reply {number}: " if len(records) > 1 else ""
+            write_out(f"{title}{verdict.text}\n")
+            same = same and verdict.same
+    except RequestError as error:
+        raise Refused(REQUEST, f"{path}: {error}") from error
+    return DONE if same else DIFFERS
 
 
 def batch(
@@ -266,9 +309,20 @@ def load(options: Options, *, is_single: bool) -> Engine:
             progress=ProgressLine("loading"),
         )
     if options.show_config:
-        for line in config_lines(engine, options):
-            note(line)
+        for setting in settings_in_force(engine, options):
+            note(str(setting))
     return engine
+
+
+@contextmanager
+def _recorder(path: Path | None, engine: Engine, options: Options) -> Iterator[Recorder | None]:
+    """What records the replies of this run in `path`; None where nobody asked for it."""
+    if path is None:
+        yield None
+        return
+    run, settings = describe_run(engine, options.model_dir), settings_in_force(engine, options)
+    with Recorder(path, run, settings) as recorder:
+        yield recorder
 
 
 @contextmanager
@@ -314,25 +368,3 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
         max_context=context,
         strict=options.strict,
     )
-
-
-def config_lines(engine: Engine, options: Options) -> list[str]:
-    """What is in force and where it comes from; a line of a batch may say otherwise."""
-    params = engine.sampling(**options.sampling)
-    lines = [
-        f"thinking {'on' if options.is_thinking else 'off'} "
-        f"({'built in' if options.thinking is None else 'command line'})",
-    ]
-    if options.is_thinking:
-        origin = "command line" if options.effort else "built in"
-        lines.append(f"effort {options.effort or 'max'} ({origin})")
-    for name, value in asdict(params).items():
-        origin = "built in"
-        if name in options.sampling:
-            origin = "command line"
-        elif getattr(engine.defaults, name, None) is not None:
-            origin = "generation_config.json"
-        if name == "max_tokens" and value is None:
-            value = DEFAULT_MAX_TOKENS
-        lines.append(f"{name} {value} ({origin})")
-    return lines

@@ -276,7 +276,21 @@ class Engine:
             except ValueError as error:
                 raise RequestError(str(error)) from error
             ids, channel = self.tokenizer.continue_segments(segments, before), thinking
-        request = self._request(ids, params, channel, grammar)
+        return self.submit_ids(ids, params, channel, grammar)
+
+    def submit_ids(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        thinking: bool | None,
+        grammar: Grammar | None = None,
+    ) -> Request:
+        """`submit` for a prompt that was rendered and encoded before.
+
+        thinking: which channel the prompt leaves open; None: the reply is plain text.
+        grammar: what the reply may be; None: anything.
+        """
+        request = self._request(list(ids), params, thinking, grammar)
         self._waiting.append(request)
         return request
 
@@ -391,6 +405,8 @@ class Engine:
                 continue
             if drawn.logprob is not None:
                 request.logprobs.append(drawn.logprob)
+            if request.gaps is not None and drawn.gap is not None:
+                request.gaps.append(drawn.gap)
             request.take(drawn.token_id)
             request.in_flight = False
             if request.finish_reason is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DONE, FAILED, USAGE, MODEL, REQUEST, OUTPUT, PARTIAL = range(7)
+DONE, FAILED, USAGE, MODEL, REQUEST, OUTPUT, PARTIAL, DIFFERS = range(8)
 INTERRUPTED, PIPE = 130, 141  # as shells report SIGINT and SIGPIPE
 
 EXIT_CODES = {
@@ -13,6 +13,7 @@ EXIT_CODES = {
     REQUEST: "request refused: empty, too long, not UTF-8",
     OUTPUT: "output cannot be written: it exists, or the disk is full",
     PARTIAL: "batch: every line has a record, some of them an error",
+    DIFFERS: "replay: a reply is not the recorded one",
     INTERRUPTED: "interrupted by Ctrl-C",
     PIPE: "whoever read the output has gone",
 }

@@ -100,6 +100,8 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
+        # Of each output id, best logit less second best; kept where it is a list (replay.py).
+        self.gaps: list[float] | None = None
         self._parser: ChannelParser | PlainText | None = None
         self._silent_ids: set[int] = set()  # stop ids that are no part of the text
         if tokenizer is not None:

@@ -34,6 +34,7 @@ class Drawn:
     token_id: int  # -1 where no id is left to draw
     finite: bool  # whether all logits of the row are
     logprob: TokenLogprob | None  # if the request asks for it
+    gap: float | None  # best logit less second best, if the request keeps gaps
 
 
 class Runner:
@@ -129,8 +130,12 @@ class Runner:
                 logits, options, positions, counts, seen, max(wanted) if wanted else None
             )
         ids = sampled.ids.tolist()
+        gaps: list[float | None] = [None] * len(requests)
+        if any(r.gaps is not None for r in requests):
+            best = logits.topk(2).values  # [R, 2]
+            gaps = (best[:, 0] - best[:, 1]).tolist()
         return [
-            Drawn(ids[i], finite[i], logprob_of(sampled.logprobs, i, ids[i], p.logprobs))
+            Drawn(ids[i], finite[i], logprob_of(sampled.logprobs, i, ids[i], p.logprobs), gaps[i])
             for i, p in enumerate(params)
         ]
 

@@ -79,7 +79,7 @@ OTHERS: dict[str, set[str]] = {
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops"),
         *("weight_table", "random_weights", "grammar"),
-        *("commands", "bench", "batch", "plan", "check", "trace", "replay"),
+        *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },
     "tokenizers": {"tokenizer"},
     "llguidance": {"grammar"},

@@ -1,0 +1,97 @@
+"""What the command line says for chat, generate and batch; what is in force, and where from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanok3.chat import DEFAULT_EFFORT
+from nanok3.engine import DEFAULT_MAX_TOKENS, Engine
+
+PACKAGED_MODEL = Path(__file__).parent / "models" / "k3_mini"
+
+COMMAND_LINE, CHECKPOINT, BUILT_IN = "command line", "generation_config.json", "built in"
+DERIVED = "worked out"  # from other settings, the model or the machine
+DRAWN = "drawn for each reply"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What chat, generate and batch have in common; None where the person said nothing."""
+
+    model: Path | None
+    device: str
+    dtype: str
+    sampling: dict[str, Any]  # fields of SamplingParams, only those that were given
+    thinking: bool | None
+    effort: str | None
+    context: int | None  # tokens of prompt and reply
+    requests: int | None  # at once
+    strict: bool
+    show_config: bool
+    given: frozenset[str] = frozenset()  # of device and dtype, those that the person named
+
+    @property
+    def model_dir(self) -> Path:
+        return self.model or PACKAGED_MODEL
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.thinking is not False
+
+    @property
+    def effort_in_force(self) -> str:
+        return self.effort or DEFAULT_EFFORT
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    value: Any
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value} ({self.origin})"
+
+
+def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
+    """Every effective setting; a line of a batch may say otherwise of thinking and sampling."""
+
+    def said(is_said: bool, otherwise: str = BUILT_IN) -> str:
+        return COMMAND_LINE if is_said else otherwise
+
+    thinking = "on" if options.is_thinking else "off"
+    found = [Setting("thinking", thinking, said(options.thinking is not None))]
+    if options.is_thinking:
+        found.append(Setting("effort", options.effort_in_force, said(options.effort is not None)))
+    for name, value in asdict(engine.sampling(**options.sampling)).items():
+        proposed = getattr(engine.defaults, name, None) is not None
+        origin = said(name in options.sampling, CHECKPOINT if proposed else BUILT_IN)
+        if name == "max_tokens" and value is None:
+            value = DEFAULT_MAX_TOKENS
+        if name == "seed" and value is None:
+            origin = DRAWN
+        found.append(Setting(name, value, origin))
+    settings = engine.settings
+    model = str(options.model or PACKAGED_MODEL.name)
+    ends = sorted({engine.config.eos_token_id, *engine.defaults.eos_token_id})
+    from_file = set(engine.defaults.eos_token_id) - {engine.config.eos_token_id}
+    return [
+        *found,
+        Setting("eos_token_id", ends, f"config.json{f', {CHECKPOINT}' if from_file else ''}"),
+        Setting("model", model, said(options.model is not None)),
+        Setting("device", settings.device, said("device" in options.given)),
+        Setting("dtype", settings.dtype, said("dtype" in options.given)),
+        Setting("threads", torch.get_num_threads(), DERIVED),
+        Setting("strict", settings.strict, said(options.strict)),
+        Setting("context", engine.max_context, said(options.context is not None, DERIVED)),
+        Setting("requests", settings.max_num_reqs, said(options.requests is not None)),
+        Setting("num_blocks", settings.num_blocks, DERIVED if settings.num_blocks else BUILT_IN),
+        Setting("block_size", settings.block_size, BUILT_IN),
+        Setting("prefill_chunk", settings.prefill_chunk, BUILT_IN),
+        Setting("num_snapshots", settings.num_snapshots, BUILT_IN),
+        Setting("debug", settings.debug, BUILT_IN),
+    ]

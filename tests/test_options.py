@@ -1,0 +1,64 @@
+"""What is in force and where it came from, as `--show-config` and a record say it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_checkpoint, tiny_config
+
+from nanok3 import cli
+from nanok3.config import EngineConfig
+from nanok3.sampling import SamplingParams
+
+ENGINE_NAMES = {"max_num_reqs": "requests", "max_context": "context"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config(num_hidden_layers=2, kda_layers=(1,), full_attn_layers=(2,))
+    path = make_checkpoint(tmp_path_factory.mktemp("tiny"), config, seed=3)
+    (path / "generation_config.json").write_text('{"temperature": 0.7, "eos_token_id": 300}')
+    return path
+
+
+def generate(model: Path, record: Path, *options: Any) -> dict[str, tuple[Any, str]]:
+    """The options of the record: name -> (value, origin)."""
+    command = ["generate", "hi", "--model", model, "--max-tokens", 2, "--record", record, *options]
+    assert cli.run([str(part) for part in command]) == 0
+    found = json.loads(record.read_text())["options"]
+    return {entry["name"]: (entry["value"], entry["origin"]) for entry in found}
+
+
+def test_every_setting_has_an_origin(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = generate(model, tmp_path / "a", "--show-config")
+    names = set(vars(SamplingParams())) | {ENGINE_NAMES.get(n, n) for n in vars(EngineConfig())}
+    assert found.keys() == names | {"thinking", "effort", "model", "threads", "eos_token_id"}
+    shown = capsys.readouterr().err.splitlines()
+    for name, (_, origin) in found.items():
+        assert any(s.startswith(f"{name} ") and s.endswith(f" ({origin})") for s in shown), name
+    assert found["model"] == (str(model), "command line")
+    assert found["temperature"] == (0.7, "generation_config.json")
+    assert found["eos_token_id"] == ([258, 300], "config.json, generation_config.json")
+    assert found["max_tokens"] == (2, "command line")
+    assert found["top_p"] == (1.0, "built in") and found["thinking"] == ("on", "built in")
+    assert found["strict"] == (False, "built in") and found["device"] == ("cpu", "built in")
+    assert found["dtype"] == ("float32", "built in") and found["requests"] == (1, "built in")
+    assert found["context"][1] == found["num_blocks"][1] == found["threads"][1] == "worked out"
+    seed, origin = found["seed"]
+    assert isinstance(seed, int) and origin == "drawn for each reply"
+
+
+def test_the_command_line_goes_first(model: Path, tmp_path: Path) -> None:
+    """Also where it says what would be in force without it."""
+    options = ["--temperature", 0.5, "--seed", 7, "--thinking", "off", "--strict", "--top-p", 1]
+    options += ["--device", "cpu", "--dtype", "float32", "--context", 300, "--requests", 1]
+    found = generate(model, tmp_path / "a", *options)
+    expected = {"temperature": 0.5, "seed": 7, "thinking": "off", "strict": True, "top_p": 1.0}
+    expected |= {"device": "cpu", "dtype": "float32", "context": 300, "requests": 1}
+    assert {n: found[n] for n in expected} == {n: (v, "command line") for n, v in expected.items()}
+    assert "effort" not in found
