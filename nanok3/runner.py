@@ -114,7 +114,7 @@ class Runner:
     def decode(self, requests: list[Request]) -> list[Drawn]:
         """One row of each request, and the id drawn after it."""
         logits = self._decode_logits(requests)
-        finite = logits.isfinite().all(-1).tolist()
+        is_finite = logits.isfinite().all(-1)  # [R] bool, before a grammar writes -inf
         self._forbid(logits, requests)
         for request in requests:
             request.num_cached += 1
@@ -129,7 +129,7 @@ class Runner:
             sampled = sample(
                 logits, options, positions, counts, seen, max(wanted) if wanted else None
             )
-        ids = sampled.ids.tolist()
+        ids, finite = sampled.ids.tolist(), is_finite.tolist()  # a GPU is waited for here
         gaps: list[float | None] = [None] * len(requests)
         if any(r.gaps is not None for r in requests):
             best = logits.topk(2).values  # [R, 2]
