@@ -6,8 +6,9 @@ adds up. Weights come from `weight_table.table`, activations and caches from the
 nothing describes the model a second time.
 
 Counted are bytes that must move once: a weight once a pass, a cached row once a request, a state in
-and out. Flops are those of products and of the delta rule; element-wise work is left out. How fast
-a machine moves them, and what a rank's share is, is for others.
+and out. Flops are those of products and of the delta rule; element-wise work is left out. With a
+shard all is of one rank, and what its peers send it is counted too. How fast a machine moves bytes
+is for others.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import Cache, allocate_cache
-from nanok3.config import EngineConfig, ModelConfig
+from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.ops import Ops
-from nanok3.step import Buffers, Step, allocate_buffers
+from nanok3.step import Buffers, Step, allocate_buffers, with_parts, without_parts
 from nanok3.weight_table import Field, table
 from nanok3.weights import build
 
@@ -58,6 +59,7 @@ class OpCount:
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     flops: int
+    exchanged: float = 0.0  # bytes that this rank gets if each peer sends its part straight to it
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Total:
     cache_write_bytes: float
     activation_bytes: float  # read and written, the step's integers included
     flops: int
+    exchanged_bytes: float = 0.0
 
 
 def total(counts: Iterable[OpCount]) -> Total:
@@ -87,6 +90,7 @@ def total(counts: Iterable[OpCount]) -> Total:
         cache_write_bytes=nbytes(writes, "cache"),
         activation_bytes=nbytes(reads + writes, "activation", "step"),
         flops=sum(c.flops for c in counts),
+        exchanged_bytes=sum(c.exchanged for c in counts),
     )
 
 
@@ -104,6 +108,7 @@ def count_step(
     num_logit_rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     expert_bytes_per_value: float = MXFP4_BYTES,
+    shard: Shard = WHOLE,
 ) -> list[OpCount]:
     """Every op call of one pass, in order.
 
@@ -124,14 +129,14 @@ def count_step(
         "logit_rows": (wanted,),
     }
     integers: Any = {name: Buffer("step", name, None, s, 8) for name, s in shapes.items()}
-    weights = weight_buffers(config, dtype, expert_bytes_per_value)
-    counter = Counter(num_rows, context)
+    weights = weight_buffers(config, dtype, expert_bytes_per_value, shard)
+    counter = Counter(num_rows, context, shard.size)
     model.forward(
         config,
-        build(config, weights.__getitem__),
-        cache_buffers(config, num_reqs, context, dtype),
+        build(config, weights.__getitem__, shard),
+        cache_buffers(config, num_reqs, context, dtype, shard),
         Step(**integers, block_size=block_size),
-        activation_buffers(config, tokens, wanted, dtype),
+        activation_buffers(config, tokens, wanted, dtype, shard),
         counter.ops(),
     )
     return counter.calls
@@ -156,12 +161,20 @@ class Buffer:
         rows = (sizes[0], self.shape[0] // sizes[0])
         return replace(self, shape=(*rows, *self.shape[1:]))
 
+    def __getitem__(self, index: tuple[slice, slice]) -> Buffer:
+        """Some columns of all rows: the same buffer, of fewer values."""
+        rows, columns = index
+        assert rows == slice(None)
+        return replace(self, shape=(self.shape[0], columns.stop - columns.start))
+
     def part(self, share: float) -> Access:
         values = (prod(self.shape) if self.stored is None else self.stored) * share
         return Access(self.kind, self.name, self.index, values, values * self.value_bytes)
 
 
-def weight_buffers(config: ModelConfig, dtype: torch.dtype, expert_bytes: float) -> dict[str, Any]:
+def weight_buffers(
+    config: ModelConfig, dtype: torch.dtype, expert_bytes: float, shard: Shard
+) -> dict[str, Any]:
     def value_bytes(field: Field) -> float:
         if field.kind == "experts":
             return expert_bytes
@@ -170,19 +183,23 @@ def weight_buffers(config: ModelConfig, dtype: torch.dtype, expert_bytes: float)
         return one / len(field.pieces) if field.kind == "product" else one
 
     buffers = {}
-    for field in table(config):
+    for field in table(config, shard):
         layer, name = None, field.name
         if name.startswith("layers."):
             _, number, name = name.split(".", 2)
             layer = int(number)
-        stored = sum(prod(piece.shape) for piece in field.pieces)
+        stored = prod(field.shape) * (len(field.pieces) if field.kind == "product" else 1)
+        if shard == WHOLE:  # A_log is stored longer than it is used
+            stored = sum(prod(piece.shape) for piece in field.pieces)
         buffers[field.name] = Buffer("weight", name, layer, field.shape, value_bytes(field), stored)
     return buffers
 
 
-def cache_buffers(config: ModelConfig, num_reqs: int, context: int, dtype: torch.dtype) -> Cache:
+def cache_buffers(
+    config: ModelConfig, num_reqs: int, context: int, dtype: torch.dtype, shard: Shard
+) -> Cache:
     """A slot for each request and `context` rows of each, one buffer a layer."""
-    cache = allocate_cache(config, num_reqs, num_reqs * context, 1, dtype, "meta")
+    cache = allocate_cache(config, num_reqs, num_reqs * context, 1, dtype, "meta", shard)
 
     def layers(name: str, tensor: Tensor) -> Any:
         shape, size = tuple(tensor.shape[1:]), tensor.element_size()
@@ -192,9 +209,10 @@ def cache_buffers(config: ModelConfig, num_reqs: int, context: int, dtype: torch
 
 
 def activation_buffers(
-    config: ModelConfig, num_tokens: int, num_logit_rows: int, dtype: torch.dtype
+    config: ModelConfig, num_tokens: int, num_logit_rows: int, dtype: torch.dtype, shard: Shard
 ) -> Buffers:
-    buffers = allocate_buffers(config, num_tokens, num_logit_rows, dtype, "meta")
+    """A part goes by the name of its whole."""
+    tensors = allocate_buffers(config, num_tokens, num_logit_rows, dtype, "meta", shard)
 
     def named(name: str, tensor: Tensor) -> Any:
         if name == "streams":
@@ -204,7 +222,9 @@ def activation_buffers(
     def one(name: str, index: int | None, tensor: Tensor) -> Buffer:
         return Buffer("activation", name, index, tuple(tensor.shape), tensor.element_size())
 
-    return Buffers(**{name: named(name, tensor) for name, tensor in vars(buffers).items()})
+    wholes = {name: named(name, tensor) for name, tensor in without_parts(tensors).items()}
+    buffers: Buffers = with_parts(wholes, shard)
+    return buffers
 
 
 # ---- the ops ----
@@ -221,9 +241,10 @@ class Counter:
     Buffers stand where the signatures of `nanok3.reference` say tensors, weight records included.
     """
 
-    def __init__(self, num_rows: int, context: int) -> None:
+    def __init__(self, num_rows: int, context: int, num_ranks: int) -> None:
         self.num_rows = num_rows  # of each request
         self.context = context
+        self.num_ranks = num_ranks
         self.calls: list[OpCount] = []
 
     def ops(self) -> Ops:
@@ -241,8 +262,27 @@ class Counter:
         layer = next(r.index for r in read if r.kind == "weight")
         self.calls.append(OpCount(op, layer, read, written, flops))
 
-    def embed(self, ids: Buffer, table: Buffer, *, out: Buffer) -> None:
-        rows = table.part(min(1, ids.shape[0] / table.shape[0]))
+    def exchange(self, op: str, values: float, like: Buffer) -> None:
+        if self.num_ranks > 1:
+            got = (self.num_ranks - 1) * values * like.value_bytes
+            self.calls.append(OpCount(op, self.calls[-1].layer, (), (), 0, got))
+
+    def all_reduce(self, part: Buffer, *, out: Buffer) -> None:
+        """Each peer sends all of its summand, so that all ranks add in one order."""
+        self.exchange("all_reduce", prod(out.shape), out)
+
+    def all_gather(self, parts: Sequence[Buffer], *, out: Sequence[Buffer]) -> None:
+        for part in parts:
+            self.exchange("all_gather", prod(part.shape), part)
+
+    def reduce_moe(self, parts: Sequence[Buffer], *, out: Sequence[Buffer]) -> None:
+        """All of the routed sum, this rank's columns of the shared one."""
+        for whole in out:
+            self.exchange("reduce_moe", prod(whole.shape), whole)
+
+    def embed(self, ids: Buffer, w: Any, *, out: Buffer) -> None:
+        table = w.table
+        rows = table.part(min(1, ids.shape[0] / self.num_ranks / table.shape[0]))
         self.note("embed", 0, [ids, rows], [out])
 
     def attn_res(
@@ -301,8 +341,13 @@ class Counter:
     def gate_up(self, x: Buffer, w: Any, *, out: Buffer) -> None:
         self.note("gate_up", 2 * x.shape[0] * prod(w.weight.shape), [x, w.weight], [out])
 
-    def router(self, x: Buffer, w: Any, *, out: tuple[Buffer, Buffer]) -> None:
-        self.note("router", 2 * x.shape[0] * prod(w.gate.shape), [x, w.gate, w.bias], out)
+    def moe_in(self, x: Buffer, w: Any, *, out: tuple[Buffer, Buffer, Buffer]) -> None:
+        matrices = w.gate, w.latent_down, w.shared_gate_up.weight
+        flops = 2 * x.shape[0] * sum(prod(matrix.shape) for matrix in matrices)
+        self.note("moe_in", flops, [x, *matrices], out)
+
+    def route(self, logits: Buffer, w: Any, *, out: tuple[Buffer, Buffer]) -> None:
+        self.note("route", 0, [logits, w.bias], out)
 
     def experts(self, latent: Buffer, ids: Buffer, weights: Buffer, w: Any, *, out: Buffer) -> None:
         (num_tokens, top_k), num_experts = ids.shape, w.w13.shape[0]

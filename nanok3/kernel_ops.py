@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanok3.config import ModelConfig
+from nanok3.config import WHOLE, ModelConfig, Shard
 from nanok3.kernels.attn_res import attn_res
 from nanok3.kernels.embed import embed
 from nanok3.kernels.expert_down import expert_down, pack_expert_down
 from nanok3.kernels.expert_up import expert_up, pack_expert_up
 from nanok3.kernels.gemv import gemv
-from nanok3.kernels.gemv_layout import Shape, choose_split, pack_gemv
+from nanok3.kernels.gemv_layout import Shape, choose_split, pack_gemv, pack_moe_in
 from nanok3.kernels.kda_decode import kda_decode
 from nanok3.kernels.mla_decode import Shape as MLAShape
 from nanok3.kernels.mla_decode import mla_decode, num_splits
@@ -27,11 +27,11 @@ from nanok3.kernels.mla_latent import mla_latent
 from nanok3.kernels.mla_merge import mla_merge
 from nanok3.kernels.rms_norm import rms_norm
 from nanok3.kernels.route import route
-from nanok3.ops import Ops
+from nanok3.ops import Ops, stay
 from nanok3.reference import mxfp4
 from nanok3.reference.attn_res import AttnResWeights
 from nanok3.reference.experts import ExpertWeights
-from nanok3.reference.linear import GateUpWeights, LatentUpWeights
+from nanok3.reference.linear import GateUpWeights, LatentUpWeights, MoEInWeights
 from nanok3.reference.mla import MLAWeights
 from nanok3.reference.router import RouterWeights
 from nanok3.weights import DenseWeights, LayerWeights, MoEWeights, Weights
@@ -43,6 +43,14 @@ class Packed:
 
     tensor: Tensor  # [tiles, K / 32, 16, 32]
     shape: Shape
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """A field of experts as it is stored."""
+
+    packed: Tensor  # [E, rows, columns / 2] u8
+    scale: Tensor  # [E, rows, columns / 32] u8
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,26 @@ def gate_up(w: GateUpWeights) -> GateUpWeights:
     return replace(w, weight=packed)
 
 
+def pack_front(w: MoEInWeights) -> Packed:
+    """The three matrices of `moe_in` as one product."""
+    up = w.shared_gate_up
+    matrices = w.gate, w.latent_down, up.weight
+    packed = pack_moe_in(*matrices)
+    k = packed.shape[1] * packed.shape[3]
+    shape = Shape(
+        rows=sum(len(m) for m in matrices),
+        k=k,
+        x_width=k,
+        finish="moe_in",
+        split=choose_split(packed.shape[0] * packed.shape[2], k),
+        beta=up.beta,
+        linear_beta=up.linear_beta,
+        router_rows=len(w.gate),
+        latent_rows=len(w.latent_down),
+    )
+    return Packed(packed, shape)
+
+
 def pack_mla(w: MLAWeights, rope_dim: int) -> PackedMLA:
     heads, width, rank = w.kv_b.shape
     nope, value = w.nope_dim, width - w.nope_dim
@@ -108,58 +136,65 @@ def pack_layer(w: LayerWeights, rope_dim: int) -> LayerWeights:
 
 
 def pack_moe(w: MoEWeights) -> MoEWeights:
-    gate: Any = plain(w.router.gate, "f32")
     latent_up: Any = plain(w.latent_up.weight, "add")
     fields: dict[str, Any] = {
-        "router": replace(w.router, gate=gate),
-        "latent_down": plain(w.latent_down),
+        "in_proj": pack_front(w.in_proj),
+        "shared_down": plain(w.shared_down),
         "experts": pack_routed(w.experts),
         "latent_up": replace(w.latent_up, weight=latent_up),
-        "shared_gate_up": gate_up(w.shared_gate_up),
-        "shared_down": plain(w.shared_down),
     }
     return replace(w, **fields)
 
 
 def pack_routed(w: ExpertWeights) -> ExpertWeights:
-    """Dense experts whose values are MXFP4's, back to MXFP4; ValueError for any others."""
+    """Experts as `ExpertBytes`, or dense ones whose values are MXFP4's; ValueError for others."""
     fields: dict[str, Any] = {}
     for name, pack_one in (("w13", pack_expert_up), ("w2", pack_expert_down)):
-        dense = getattr(w, name)
-        packed, scale = mxfp4.quantize(dense)
-        if not torch.equal(mxfp4.dequantize(packed, scale, dense.dtype), dense):
-            raise ValueError("these experts are not MXFP4; the GPU kernels serve no others")
-        fields[name] = pack_one(packed, scale)
+        stored = getattr(w, name)
+        if not isinstance(stored, ExpertBytes):
+            dense, stored = stored, ExpertBytes(*mxfp4.quantize(stored))
+            if not torch.equal(mxfp4.dequantize(stored.packed, stored.scale, dense.dtype), dense):
+                raise ValueError("these experts are not MXFP4; the GPU kernels serve no others")
+        fields[name] = pack_one(stored.packed, stored.scale)
     return replace(w, **fields)
 
 
 def pack_weights(config: ModelConfig, w: Weights) -> Weights:
     """All records with matrices in the kernels' layouts."""
     layers = tuple(pack_layer(layer, config.qk_rope_head_dim) for layer in w.layers)
+    return pack_head(replace(w, layers=layers))
+
+
+def pack_head(w: Weights) -> Weights:
     lm_head: Any = plain(w.lm_head, "f32")
-    return replace(w, layers=layers, lm_head=lm_head)
+    return replace(w, lm_head=lm_head)
 
 
 # ---- ops ----
 
 
 class Kernels:
-    """The workspaces that ops with several launches pass on, and the ops over them."""
+    """The workspaces that ops with several launches pass on, and the ops over them.
 
-    def __init__(self, config: ModelConfig, max_rows: int, device: str) -> None:
+    A rank's exchanges with peers are not among them: it runs alone.
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_rows: int, device: str, shard: Shard = WHOLE
+    ) -> None:
         c, self.config = config, config
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        heads, rank = c.num_attention_heads, c.kv_lora_rank
+        self._heads, rank = shard.local(c.num_attention_heads), c.kv_lora_rank
+        heads, width = self._heads, shard.local(c.moe_intermediate_size)
         experts, top_k = c.num_experts, c.num_experts_per_token
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self._router_logits = empty(max_rows, experts, dtype=torch.float32)
         self._distinct = empty(min(experts, max_rows * top_k), dtype=torch.int32)
         self._num_distinct = empty(1, dtype=torch.int32)
         self._slot_of = empty(max_rows, top_k, dtype=torch.int32)
-        self._expert_act = empty(max_rows, top_k, c.moe_intermediate_size)
+        self._expert_act = empty(max_rows, top_k, width)
         self._routed_normed = empty(max_rows, c.routed_expert_hidden_size)
         self._q_latent = empty(max_rows, heads * rank)
         self._context = empty(max_rows, heads * rank)
@@ -176,10 +211,14 @@ class Kernels:
             mla_latent=self.mla_latent,
             mla=self.mla,
             gate_up=self.gate_up,
-            router=self.router,
+            moe_in=self.moe_in,
+            route=self.route,
             experts=self.experts,
             latent_up=self.latent_up,
             lm_head=self.lm_head,
+            all_reduce=stay,
+            all_gather=stay,
+            reduce_moe=stay,
         )
 
     def attn_res(
@@ -213,7 +252,7 @@ class Kernels:
     ) -> None:
         """Absorb the queries, attend in the latent, merge the splits, values and gate."""
         c, tokens, num_reqs = self.config, q.shape[0], block_table.shape[0]
-        heads, rank = c.num_attention_heads, c.kv_lora_rank
+        heads, rank = self._heads, c.kv_lora_rank
         gemv(q, w.absorb.tensor, w.absorb.shape, out=self._q_latent[:tokens])
         shape = MLAShape(
             heads, rank, w.nope_dim, c.qk_rope_head_dim, block_size, c.qk_head_dim**-0.5
@@ -237,11 +276,11 @@ class Kernels:
         gate = x[:, -out.shape[1] :]
         gemv(self._context[:tokens], w.value.tensor, w.value.shape, extra=gate, out=out)
 
-    def router(self, x: Tensor, w: RouterWeights, *, out: tuple[Tensor, Tensor]) -> None:
-        """Also leaves the list of distinct experts for `experts`, which the text calls next."""
-        packed: Any = w.gate
-        logits = self._router_logits[: x.shape[0]]
-        gemv(x, packed.tensor, packed.shape, out=logits)
+    def moe_in(self, x: Tensor, w: Packed, *, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        gemv(x, w.tensor, w.shape, out=out)
+
+    def route(self, logits: Tensor, w: RouterWeights, *, out: tuple[Tensor, Tensor]) -> None:
+        """Also leaves the list of distinct experts for `experts`."""
         route(
             logits,
             w.bias,
@@ -254,13 +293,13 @@ class Kernels:
             weights=out[1],
             distinct=self._distinct,
             num_distinct=self._num_distinct,
-            slot_of=self._slot_of[: x.shape[0]],
+            slot_of=self._slot_of[: len(logits)],
         )
 
     def experts(
         self, latent: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, *, out: Tensor
     ) -> None:
-        """`router` has turned ids into places in its list of distinct experts."""
+        """`route` has turned ids into places in its list of distinct experts."""
         up: Any = w.w13
         down: Any = w.w2
         slot_of, act = self._slot_of[: len(ids)], self._expert_act[: len(ids)]

@@ -5,6 +5,12 @@ Every line is one call `ops.<name>(inputs, weights, out=...)`; what a call does 
 `ops.py` that was passed in, and its formula stands in `nanok3/reference/<op>.py`. No branch on
 data; the only loop is over layers.
 
+With several ranks each has its heads, its part of every F, Z, V and of the experts' columns. It
+writes parts, and an exchange makes the whole of them: `all_reduce` adds up, `all_gather` puts the
+ranks' columns side by side, `reduce_moe` does the one for the routed latent and leaves of the
+shared experts' sum this rank's columns. A part is a view of its whole (`step.py`), so for one rank
+an exchange does nothing.
+
 A token's AttnRes streams: `streams[0]` is the embedding, `streams[b + 1]` the running sum of
 res_block b. A sub-layer leaves its output in `delta`; the next `attn_res` adds it to the running
 sum, mixes the streams seen so far and normalises. The first sum of a res_block starts `fresh`, from
@@ -28,22 +34,30 @@ def forward(
     config: ModelConfig, w: Weights, cache: Cache, step: Step, buf: Buffers, ops: Ops
 ) -> None:
     """Tokens of `step` -> `buf.logits`; the caches hold these tokens afterwards."""
-    res_block = config.attn_res_block_size  # layers
-    ops.embed(step.input_ids, w.embed, out=buf.delta)  # [T, C]
+    ops.embed(step.input_ids, w.embed, out=buf.delta_sum)  # [T, C]
+    ops.all_reduce(buf.delta_sum, out=buf.delta)
     for i, layer in enumerate(w.layers):
-        streams = buf.streams[: -(-i // res_block) + 1]
-        if config.is_kda(i):
-            k = config.kda_layer_ids.index(i)
-            kda_layer(layer, cache.conv_state[k], cache.state[k], streams, i == 0, step, buf, ops)
-        else:
-            m = config.mla_layer_ids.index(i)
-            mla_layer(layer, cache.latent[m], streams, i == 0, step, buf, ops)
-        streams = buf.streams[: i // res_block + 2]
-        if isinstance(layer.mlp, DenseWeights):
-            dense_mlp(layer, layer.mlp, streams, i % res_block == 0, buf, ops)
-        else:
-            latent_moe(layer, layer.mlp, streams, i % res_block == 0, buf, ops)
+        one_layer(config, i, layer, cache, step, buf, ops)
     head(w, buf.streams, step, buf, ops)
+
+
+def one_layer(
+    config: ModelConfig, i: int, w: LayerWeights, cache: Cache, step: Step, buf: Buffers, ops: Ops
+) -> None:
+    """Layer i: `delta` of the layer before -> `delta`."""
+    res_block = config.attn_res_block_size  # layers
+    streams = buf.streams[: -(-i // res_block) + 1]
+    if config.is_kda(i):
+        k = config.kda_layer_ids.index(i)
+        kda_layer(w, cache.conv_state[k], cache.state[k], streams, i == 0, step, buf, ops)
+    else:
+        m = config.mla_layer_ids.index(i)
+        mla_layer(w, cache.latent[m], streams, i == 0, step, buf, ops)
+    streams = buf.streams[: i // res_block + 2]
+    if isinstance(w.mlp, DenseWeights):
+        dense_mlp(w, w.mlp, streams, i % res_block == 0, buf, ops)
+    else:
+        latent_moe(w, w.mlp, streams, i % res_block == 0, buf, ops)
 
 
 def kda_layer(
@@ -59,7 +73,8 @@ def kda_layer(
     ops.attn_res(buf.delta, streams, w.attn_res, fresh, out=buf.x)  # [T, C]
     ops.linear(buf.x, w.in_proj, out=buf.kda_in)  # [T, q|k|v|gate|f_a|b]
     ops.kda(buf.kda_in, w.attn, conv_state, state, step.state_slots, out=buf.kda_heads)
-    ops.linear(buf.kda_heads, w.o_proj, out=buf.delta)  # [T, C]
+    ops.linear(buf.kda_heads, w.o_proj, out=buf.delta_sum)  # [T, C]
+    ops.all_reduce(buf.delta_sum, out=buf.delta)
 
 
 def mla_layer(
@@ -85,7 +100,8 @@ def mla_layer(
         step.block_size,
         out=buf.mla_heads,
     )  # [T, H * Dv]
-    ops.linear(buf.mla_heads, w.o_proj, out=buf.delta)  # [T, C]
+    ops.linear(buf.mla_heads, w.o_proj, out=buf.delta_sum)  # [T, C]
+    ops.all_reduce(buf.delta_sum, out=buf.delta)
 
 
 def dense_mlp(
@@ -98,7 +114,8 @@ def dense_mlp(
 ) -> None:
     ops.attn_res(buf.delta, streams, w.mlp_res, fresh, out=buf.x)  # [T, C]
     ops.gate_up(buf.x, mlp.gate_up, out=buf.dense_act)  # [T, F]
-    ops.linear(buf.dense_act, mlp.down, out=buf.delta)  # [T, C]
+    ops.linear(buf.dense_act, mlp.down, out=buf.delta_sum)  # [T, C]
+    ops.all_reduce(buf.delta_sum, out=buf.delta)
 
 
 def latent_moe(
@@ -110,16 +127,23 @@ def latent_moe(
     ops: Ops,
 ) -> None:
     ops.attn_res(buf.delta, streams, w.mlp_res, fresh, out=buf.x)  # [T, C]
-    ops.router(buf.x, moe.router, out=(buf.topk_ids, buf.topk_weights))  # [T, A]
-    ops.linear(buf.x, moe.latent_down, out=buf.latent)  # [T, Z]
-    ops.gate_up(buf.x, moe.shared_gate_up, out=buf.shared_act)  # [T, F]
-    ops.linear(buf.shared_act, moe.shared_down, out=buf.shared)  # [T, C]
-    ops.experts(buf.latent, buf.topk_ids, buf.topk_weights, moe.experts, out=buf.routed)  # [T, Z]
-    ops.latent_up(buf.routed, buf.shared, moe.latent_up, out=buf.delta)  # [T, C]
+    ops.moe_in(
+        buf.x, moe.in_proj, out=(buf.router_part, buf.latent_part, buf.shared_act)
+    )  # [T, E / P] f32, [T, Z / P], [T, F]
+    ops.all_gather((buf.router_part, buf.latent_part), out=(buf.router_logits, buf.latent))
+    ops.route(buf.router_logits, moe.router, out=(buf.topk_ids, buf.topk_weights))  # [T, A]
+    ops.linear(buf.shared_act, moe.shared_down, out=buf.shared_sum)  # [T, C]
+    ops.experts(
+        buf.latent, buf.topk_ids, buf.topk_weights, moe.experts, out=buf.routed_sum
+    )  # [T, Z]
+    ops.reduce_moe((buf.routed_sum, buf.shared_sum), out=(buf.routed, buf.shared_part))
+    ops.latent_up(buf.routed, buf.shared_part, moe.latent_up, out=buf.delta_part)  # [T, C / P]
+    ops.all_gather((buf.delta_part,), out=(buf.delta,))
 
 
 def head(
     w: Weights, streams: Tensor | Sequence[Tensor], step: Step, buf: Buffers, ops: Ops
 ) -> None:
     ops.attn_res(buf.delta, streams, w.output_res, False, out=buf.x)  # [T, C]
-    ops.lm_head(buf.x, w.lm_head, step.logit_rows, out=buf.logits)  # [N, V] f32
+    ops.lm_head(buf.x, w.lm_head, step.logit_rows, out=buf.logits_part)  # [N, V / P] f32
+    ops.all_gather((buf.logits_part,), out=(buf.logits,))

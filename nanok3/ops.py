@@ -19,27 +19,44 @@ from nanok3.reference.attn_res import attn_res_ref
 from nanok3.reference.embed import embed_ref
 from nanok3.reference.experts import experts_grouped_ref, experts_ref
 from nanok3.reference.kda import kda_chunked_ref, kda_ref
-from nanok3.reference.linear import gate_up_ref, latent_up_ref, linear_ref, lm_head_ref
+from nanok3.reference.linear import (
+    gate_up_ref,
+    latent_up_ref,
+    linear_ref,
+    lm_head_ref,
+    moe_in_ref,
+)
 from nanok3.reference.mla import mla_expanded_ref, mla_latent_ref, mla_ref
 from nanok3.reference.one_row import experts_one_row, kda_one_row, mla_one_row
-from nanok3.reference.router import router_ref
+from nanok3.reference.router import route_ref
 
 
 @dataclass(frozen=True)
 class Ops:
     """One row an op: what it reads -> what it writes."""
 
-    embed: Callable[..., None]  # ids, table -> out
+    embed: Callable[..., None]  # ids, w -> out
     attn_res: Callable[..., None]  # delta, streams, w -> streams[-1], out
     linear: Callable[..., None]  # x, weight -> out
     kda: Callable[..., None]  # x, w, conv_state, state -> conv_state, state, out
     mla_latent: Callable[..., None]  # x, w -> cache rows, out
     mla: Callable[..., None]  # q, x (gate), w, cache -> out
     gate_up: Callable[..., None]  # x, w -> out
-    router: Callable[..., None]  # x, w -> ids, weights
+    moe_in: Callable[..., None]  # x, w -> router logits, latent, shared act
+    route: Callable[..., None]  # logits, w -> ids, weights
     experts: Callable[..., None]  # latent, ids, weights, w -> out
     latent_up: Callable[..., None]  # routed, shared, w -> out
     lm_head: Callable[..., None]  # x, weight, rows -> out
+    all_reduce: Callable[..., None]  # part -> whole: the sum over ranks
+    all_gather: Callable[..., None]  # parts -> wholes: the columns of all ranks
+    reduce_moe: Callable[..., None]  # routed, shared parts -> routed whole, shared: own columns
+
+
+def stay(parts: Any, *, out: Any) -> None:
+    """Every exchange of a rank without peers: its parts are views of the wholes already.
+
+    One rank of many, run alone, keeps in the peers' places of a whole what the caller put there.
+    """
 
 
 REFERENCE = Ops(
@@ -50,10 +67,14 @@ REFERENCE = Ops(
     mla_latent=mla_latent_ref,
     mla=mla_ref,
     gate_up=gate_up_ref,
-    router=router_ref,
+    moe_in=moe_in_ref,
+    route=route_ref,
     experts=experts_ref,
     latent_up=latent_up_ref,
     lm_head=lm_head_ref,
+    all_reduce=stay,
+    all_gather=stay,
+    reduce_moe=stay,
 )
 PREFILL = replace(REFERENCE, kda=kda_chunked_ref, mla=mla_expanded_ref)
 DECODE = replace(REFERENCE, kda=kda_one_row, mla=mla_one_row, experts=experts_one_row)

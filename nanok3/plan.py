@@ -17,7 +17,7 @@ from nanok3.cache import allocate_cache
 from nanok3.config import TP_SIZES, EngineConfig, ModelConfig, Shard
 from nanok3.reference import mxfp4
 from nanok3.runner import DEFAULT_CONTEXT, DTYPES
-from nanok3.step import allocate_buffers
+from nanok3.step import allocate_buffers, without_parts
 from nanok3.weight_table import Field, table
 
 WEIGHTS = ("experts", "attention", "rest of MoE", "dense MLP", "embedding and head", "norms")
@@ -64,7 +64,7 @@ def make_plan(config: ModelConfig, shard: Shard, settings: EngineConfig) -> Plan
     counts[LATENTS] = nbytes_of((cache.latent,))
     max_rows = max(num_reqs, settings.prefill_chunk)
     buffers = allocate_buffers(config, max_rows, max_rows, dtype, "meta", shard)
-    counts[BUFFERS] = nbytes_of(vars(buffers).values())
+    counts[BUFFERS] = nbytes_of(without_parts(buffers).values())
     return Plan(shard.size, settings, num_blocks, counts)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanok3.config import ModelConfig, Shard
 from nanok3.reference import mxfp4
-from nanok3.weight_table import Field, Piece, layer_fields, table
+from nanok3.weight_table import Field, Piece, ends_table, layer_table, table
 
 OUTPUTS = ("o_proj", "down", "shared_down", "latent_up")  # what they give is added to a stream
 SCALES = 3  # neighbouring powers of two among the scales of a matrix
@@ -33,11 +33,13 @@ def random_shard(
     dtype: torch.dtype,
     seed: int,
     layers: Collection[int] | None = None,
+    ends: bool = False,
 ) -> dict[str, Tensor]:
-    """Fields of `table(config, shard)` by name; with `layers` those of these layers only."""
+    """Fields of `table(config, shard)` by name; with `layers` those of these layers only, and with
+    `ends` of the embedding and the head."""
     assert not shard.problems(config), shard.problems(config)
     values: dict[str, Tensor] = {}
-    for field in wanted_fields(config, shard, layers):
+    for field in wanted_fields(config, shard, layers, ends):
         std = matrix_std(config, field)
         if field.kind == "experts":
             packed, scale = random_mxfp4(field, std, generator_of(seed, shard, field, 0, device))
@@ -55,13 +57,15 @@ def random_shard(
 
 
 def wanted_fields(
-    config: ModelConfig, shard: Shard, layers: Collection[int] | None
+    config: ModelConfig, shard: Shard, layers: Collection[int] | None, ends: bool
 ) -> Iterator[Field]:
     if layers is None:
         yield from table(config, shard)
         return
-    for layer in layers:
-        yield from (field.local(shard) for field in layer_fields(config, layer))
+    for i in layers:
+        yield from layer_table(config, i, shard)
+    if ends:
+        yield from ends_table(config, shard)
 
 
 def generator_of(seed: int, shard: Shard, field: Field, index: int, device: str) -> torch.Generator:

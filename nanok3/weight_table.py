@@ -169,10 +169,11 @@ def layer_fields(c: ModelConfig, i: int) -> Iterator[Field]:
         yield from mlp_fields(f"{layer}dense.", f"{source}mlp.", hidden, c.intermediate_size)
 
 
-def whole_fields(c: ModelConfig) -> Iterator[Field]:
-    yield linear_field("embed", ROOT, {"embed_tokens": c.vocab_size}, c.hidden_size)
-    for i in range(c.num_hidden_layers):
-        yield from layer_fields(c, i)
+def embed_field(c: ModelConfig) -> Field:
+    return linear_field("embed", ROOT, {"embed_tokens": c.vocab_size}, c.hidden_size)
+
+
+def head_fields(c: ModelConfig) -> Iterator[Field]:
     output, norm = f"{ROOT}output_attn_res", f"{ROOT}norm.weight"
     yield from res_fields("output_res", output, norm, c.hidden_size)
     yield linear_field("lm_head", "language_model.", {"lm_head": c.vocab_size}, c.hidden_size)
@@ -180,7 +181,19 @@ def whole_fields(c: ModelConfig) -> Iterator[Field]:
 
 def table(c: ModelConfig, shard: Shard = WHOLE) -> Iterator[Field]:
     """Every field of the records as one rank holds it, in the order of the layers."""
-    return (field.local(shard) for field in whole_fields(c))
+    yield embed_field(c).local(shard)
+    for i in range(c.num_hidden_layers):
+        yield from layer_table(c, i, shard)
+    yield from (field.local(shard) for field in head_fields(c))
+
+
+def layer_table(c: ModelConfig, i: int, shard: Shard = WHOLE) -> Iterator[Field]:
+    return (field.local(shard) for field in layer_fields(c, i))
+
+
+def ends_table(c: ModelConfig, shard: Shard = WHOLE) -> Iterator[Field]:
+    """What belongs to no layer."""
+    return (field.local(shard) for field in (embed_field(c), *head_fields(c)))
 
 
 def expected_tensors(c: ModelConfig, experts: str = "mxfp4") -> dict[str, TensorSpec]:

@@ -81,10 +81,8 @@ def gemv_shapes(config: ModelConfig, shard: Shard) -> set[Any]:
         if isinstance(layer.mlp, MoEWeights):  # its experts are packed by other kernels
             moe = layer.mlp
             records += [
-                kernel_ops.plain(moe.router.gate, "f32"),
-                kernel_ops.plain(moe.latent_down),
+                kernel_ops.pack_front(moe.in_proj),
                 kernel_ops.plain(moe.latent_up.weight, "add"),
-                kernel_ops.gate_up(moe.shared_gate_up),
                 kernel_ops.plain(moe.shared_down),
             ]
             layer = replace(layer, mlp=weights.layers[0].mlp)

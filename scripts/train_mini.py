@@ -34,8 +34,8 @@ from nanok3.cache import Cache
 from nanok3.config import ModelConfig, load_config
 from nanok3.ops import TRAIN, Fresh, Ops
 from nanok3.reference import attn_res, experts, kda, mla, mxfp4
-from nanok3.reference.router import router_value
-from nanok3.step import Buffers, Step, buffer_dtypes, widths
+from nanok3.reference.router import route_value
+from nanok3.step import Step, buffer_dtypes, widths, with_parts
 from nanok3.weights import build
 
 MODEL_DIR = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
@@ -116,8 +116,8 @@ def forward(config: ModelConfig, fields: dict[str, Tensor], ids: Tensor, ops: Op
         block_size=num_rows,
     )
     bf16, special = torch.bfloat16, buffer_dtypes(torch.bfloat16)
-    buffers = {name: Fresh(special.get(name, bf16)) for name in widths(config)}
-    streams: Any = [Fresh(bf16) for _ in range(config.num_res_blocks)]
+    buffers: dict[str, Any] = {name: Fresh(special.get(name, bf16)) for name in widths(config)}
+    buffers["streams"] = [Fresh(bf16) for _ in range(config.num_res_blocks)]
     conv = (num_reqs, kda.short_conv_kernel_size - 1, 3 * kda.width)
     state = (num_reqs, kda.num_heads, kda.head_dim, kda.head_dim)
     latent = (total, config.latent_width)
@@ -130,13 +130,13 @@ def forward(config: ModelConfig, fields: dict[str, Tensor], ids: Tensor, ops: Op
         state=zeros(state, torch.float32, len(config.kda_layer_ids)),
         latent=zeros(latent, bf16, len(config.mla_layer_ids)),
     )
-    buf: Any = Buffers(streams=streams, **buffers)
+    buf = with_parts(buffers)
     model.forward(config, build(config, fields.__getitem__), cache, step, buf, ops)
     return buf.logits.value
 
 
 class LoadBalance:
-    """A router op that also counts what was chosen, and the bias update that follows from it."""
+    """A route op that also counts what was chosen, and the bias update that follows from it."""
 
     def __init__(self, config: ModelConfig, device: str) -> None:
         self.names = [
@@ -145,8 +145,8 @@ class LoadBalance:
         self.counts = torch.zeros(len(self.names), config.num_experts, device=device)
         self.layer = 0
 
-    def router(self, x: Any, w: Any, *, out: tuple[Any, Any]) -> None:
-        ids, chosen = router_value(x[:], w)
+    def route(self, logits: Any, w: Any, *, out: tuple[Any, Any]) -> None:
+        ids, chosen = route_value(logits[:], w)
         out[0].copy_(ids)
         out[1].copy_(chosen)
         flat = ids.reshape(-1)
@@ -317,7 +317,7 @@ def train(args: argparse.Namespace) -> None:
     balance = LoadBalance(config, device)
     for name, p in parameters.items():
         p.requires_grad_(name not in balance.names)
-    ops = replace(TRAIN, router=balance.router)
+    ops = replace(TRAIN, route=balance.route)
     muon_names = [
         n
         for n, p in parameters.items()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import allocate_cache
-from nanok3.config import ModelConfig
+from nanok3.config import WHOLE, ModelConfig, Shard
 from nanok3.ops import Ops
 from nanok3.step import Step, allocate_buffers
 from nanok3.weights import Weights
@@ -30,16 +30,18 @@ class Session:
         num_reqs: int = 1,
         capacity: int = 256,
         block_size: int = 8,
+        shard: Shard = WHOLE,
     ) -> None:
-        self.config, self.weights, self.dtype = config, weights, dtype
+        self.config, self.weights, self.dtype, self.shard = config, weights, dtype, shard
         self.block_size = block_size
+        self.poison = float("nan")  # in the buffers, before a call
         self.num_cached = 0
         columns = -(-capacity // block_size)
         shuffled = torch.randperm(num_reqs * columns, generator=torch.Generator().manual_seed(0))
         self.block_table = shuffled.view(num_reqs, columns) + 1
         self.slots = torch.arange(num_reqs, 0, -1)
         self.cache = allocate_cache(
-            config, num_reqs + 2, num_reqs * columns + 1, block_size, dtype, "cpu"
+            config, num_reqs + 2, num_reqs * columns + 1, block_size, dtype, "cpu", shard
         )
         for tensor in (self.cache.latent, self.cache.state, self.cache.conv_state):
             tensor.fill_(float("nan"))
@@ -61,10 +63,10 @@ class Session:
             logit_rows=torch.arange(total),
             block_size=self.block_size,
         )
-        buf = allocate_buffers(self.config, total, total, self.dtype, "cpu")
+        buf = allocate_buffers(self.config, total, total, self.dtype, "cpu", self.shard)
         for name in vars(buf):
             tensor = getattr(buf, name)
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+            tensor.fill_(self.poison if tensor.is_floating_point() else -1)
         with torch.inference_mode():
             model.forward(self.config, self.weights, self.cache, step, buf, ops)
         self.num_cached += num_rows

@@ -234,13 +234,13 @@ def test_a_row_of_minus_infinity_is_no_distribution_either(monkeypatch: pytest.M
 def test_nan_in_a_prompt_leaves_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is bad before the first row of logits tells."""
     engine = make_engine()
-    embed = engine._runner.weights.embed.clone()
-    engine._runner.weights.embed[300] = float("nan")
+    embed = engine._runner.weights.embed.table.clone()
+    engine._runner.weights.embed.table[300] = float("nan")
     try:
         requests = [engine.submit(p, greedy(3)) for p in ([1, 2, 300, 4, 5], [1, 2, 3, 4, 5])]
         results = [result for result, _ in follow(engine, requests)]
     finally:
-        engine._runner.weights.embed.copy_(embed)
+        engine._runner.weights.embed.table.copy_(embed)
     assert [r.finish_reason for r in results] == ["error", "length"]
     assert results[0].token_ids == []
     assert all(300 not in s.token_ids for s in engine._manager.snapshots)

@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "count": {"config", "weight_table", "weights", "cache", "step", "ops", "model"},
     "graph": {"step", "cache"},
     "kernel_ops": {"config", "weights", "reference", "kernels", "ops"},
+    "rank_weights": {"config", "weights", "reference", "random_weights", "kernel_ops"},
     "captured": {"config", "weights", "cache", "step", "model", "graph", "kernel_ops"},
     "device": set(),
     # text and ids
@@ -77,7 +78,7 @@ OTHERS: dict[str, set[str]] = {
     "torch": {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
-        *("device", "captured", "kernel_ops"),
+        *("device", "captured", "kernel_ops", "rank_weights"),
         *("weight_table", "random_weights", "grammar"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },

@@ -18,7 +18,7 @@ from nanok3.config import ModelConfig
 from nanok3.ops import PREFILL, REFERENCE, TRAIN, Fresh, Ops
 from nanok3.reference.experts import experts_ref
 from nanok3.reference.kda import kda_ref
-from nanok3.step import Buffers, Step, buffer_dtypes, widths
+from nanok3.step import Step, buffer_dtypes, widths, with_parts
 from nanok3.weight_table import table
 from nanok3.weights import build
 
@@ -105,8 +105,8 @@ def train_logits(config: ModelConfig, values: dict[str, Tensor], ids: Tensor, op
         latent=zeros(num_mla, dtype, ids.numel(), config.latent_width),
     )
     buffers: Any = {name: Fresh(special.get(name, dtype)) for name in widths(config)}
-    streams: Any = [Fresh(dtype) for _ in range(config.num_res_blocks)]
-    buf: Any = Buffers(streams=streams, **buffers)
+    buffers["streams"] = [Fresh(dtype) for _ in range(config.num_res_blocks)]
+    buf = with_parts(buffers)
     model.forward(config, build(config, values.__getitem__), cache, step, buf, ops)
     logits: Tensor = buf.logits.value
     return logits.view(num_reqs, num_rows, -1)

@@ -28,7 +28,7 @@ from nanok3.plan import (
 )
 from nanok3.random_weights import random_shard
 from nanok3.runner import DTYPES, Runner
-from nanok3.step import allocate_buffers
+from nanok3.step import allocate_buffers, without_parts
 from nanok3.weight_table import Filler
 
 SPLITS = tiny_config(num_heads=4, num_attention_heads=4, moe_intermediate_size=128)
@@ -49,7 +49,7 @@ def test_a_plan_is_what_the_engine_allocates(dtype: str, num_blocks: int | None)
     assert chosen.weight_bytes == nbytes_of(fields.values())
     assert chosen.nbytes[STATES] == nbytes_of((cache.conv_state, cache.state))
     assert chosen.nbytes[LATENTS] == cache.latent.nbytes
-    assert chosen.nbytes[BUFFERS] == nbytes_of(vars(runner._buffers).values())
+    assert chosen.nbytes[BUFFERS] == nbytes_of(without_parts(runner._buffers).values())
     assert chosen.num_blocks == runner.manager.blocks.size
     assert chosen.total_bytes == sum(chosen.nbytes.values())
 
@@ -72,7 +72,7 @@ def test_a_plan_is_what_a_rank_allocates(size: int) -> None:
     for chosen in (on_cpu, on_gpu):
         assert chosen.nbytes[STATES] == nbytes_of((cache.conv_state, cache.state))
         assert chosen.nbytes[LATENTS] == cache.latent.nbytes
-        assert chosen.nbytes[BUFFERS] == nbytes_of(vars(buffers).values())
+        assert chosen.nbytes[BUFFERS] == nbytes_of(without_parts(buffers).values())
 
 
 def test_snapshots_are_counted() -> None:

@@ -49,7 +49,7 @@ def test_records() -> None:
     router = mla.mlp.router
     assert (router.top_k, router.num_groups, router.topk_groups) == (3, 4, 3)
     assert (router.renormalize, router.scaling) == (False, 2.0)
-    for situ in (kda.mlp.gate_up, mla.mlp.shared_gate_up, mla.mlp.experts):
+    for situ in (kda.mlp.gate_up, mla.mlp.in_proj.shared_gate_up, mla.mlp.experts):
         assert (situ.beta, situ.linear_beta) == (3.0, 9.0)
     assert w.output_res.eps == mla.mlp.latent_up.eps == 1e-3
     no_norm = tiny_config(latent_moe_use_norm=False)
@@ -83,18 +83,18 @@ def layer_outputs(config: ModelConfig, w: Weights, x: Tensor) -> dict[str, Tenso
     dense_act = torch.empty(len(x), dense.down.shape[1], dtype=x.dtype)
     gate_up_ref(x, dense.gate_up, out=dense_act)
     shared_act = torch.empty(len(x), moe.shared_down.shape[1], dtype=x.dtype)
-    gate_up_ref(x, moe.shared_gate_up, out=shared_act)
+    gate_up_ref(x, moe.in_proj.shared_gate_up, out=shared_act)
     return {
         "sum kda": linear(kda_heads, kda.o_proj),
         "sum mla": linear(mla_heads, mla.o_proj),
         "sum dense": linear(dense_act, dense.down),
         "sum shared": linear(shared_act, moe.shared_down),
         "sum experts": experts_value(latent, picks, torch.full((3, 3), 0.5), moe.experts),
-        "columns router": linear(x, moe.router.gate),
-        "columns down": linear(x, moe.latent_down),
+        "columns router": linear(x, moe.in_proj.gate),
+        "columns down": linear(x, moe.in_proj.latent_down),
         "columns up": linear(latent, moe.latent_up.weight),
         "columns head": linear(x, w.lm_head),
-        "rows embed": w.embed,
+        "rows embed": w.embed.table,
         "same cache": cache,
     }
 

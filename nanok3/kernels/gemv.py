@@ -5,8 +5,11 @@ finish   "bf16"  out = the sum                                          (project
          "situ"  out[t, o] = situ(gate row o, up row o), 2 O rows       (gate_up)
          "add"   out = the sum + extra[t, o]                            (latent_up after its norm)
          "gate"  out = round(sum) * sigmoid(extra[t, o])                (MLA values)
+         "moe_in" three outputs from three ranges of tiles: "f32" (router logits), "bf16" (latent),
+                 "situ" (shared experts)
 Shapes   x [T, X] bf16, weight [O, K] packed by `gemv_layout`, extra [T, >= O] bf16 (any row stride)
-         -> out [T, O] bf16 or f32. O, K, X static; T is read at launch, any T >= 1.
+         -> out [T, O] bf16 or f32 (any row stride: it may be columns of a wider buffer). O, K, X
+         static; T is read at launch, any T >= 1.
          groups > 1: block-diagonal; rows of group j read x from column j * group_stride on.
          split > 1: K in that many parts, one a CTA of a cluster.
 Bytes    2 O K for every 8 rows of x, + 2 T X a CTA through L2. O = 3220, K = 7168, T = 1: 46.2 MB,
@@ -108,11 +111,17 @@ class Gemv:
         extra: Int64,
         extra_stride: Int32,
         out: Int64,
+        out_stride: Int32,
+        out_2: Int64,
+        out_2_stride: Int32,
+        out_3: Int64,
+        out_3_stride: Int32,
         num_tokens: Int32,
         grid: Int32,
         stream,
     ):
-        self.kernel(x, weight, extra, extra_stride, out, num_tokens).launch(
+        outs = (out, out_stride, out_2, out_2_stride, out_3, out_3_stride)
+        self.kernel(x, weight, extra, extra_stride, *outs, num_tokens).launch(
             grid=(grid, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(self.shape.split, 1, 1),
@@ -128,6 +137,11 @@ class Gemv:
         extra: Int64,
         extra_stride: Int32,
         out: Int64,
+        out_stride: Int32,
+        out_2: Int64,
+        out_2_stride: Int32,
+        out_3: Int64,
+        out_3_stride: Int32,
         num_tokens: Int32,
     ):
         cute.arch.griddepcontrol_launch_dependents()
@@ -150,9 +164,9 @@ class Gemv:
             self.load(weight, num_tokens, barriers, ring_base)
         else:
             cute.arch.griddepcontrol_wait()
-            self.compute(
-                x, extra, extra_stride, out, num_tokens, barriers, ring_base, x_base, partial, sums
-            )
+            outs = ((out, out_stride), (out_2, out_2_stride), (out_3, out_3_stride))
+            boxes = (x_base, partial, sums)
+            self.compute(x, extra, extra_stride, outs, num_tokens, barriers, ring_base, boxes)
 
     @cute.jit
     def load(self, weight: Int64, num_tokens: Int32, barriers, ring_base: Int32):
@@ -195,16 +209,15 @@ class Gemv:
         x: Int64,
         extra: Int64,
         extra_stride: Int32,
-        out: Int64,
+        outs,
         num_tokens: Int32,
         barriers,
         ring_base: Int32,
-        x_base: Int32,
-        partial: Int32,
-        sums: Int32,
+        boxes,
     ):
         """The compute warps: per pass stage x, then tile by tile multiply, add up, finish."""
         shape = self.shape
+        x_base, partial, sums = boxes
         tid, _, _ = cute.arch.thread_idx()
         rank, cluster, clusters = self.place()
         position = self.ring.state()
@@ -225,9 +238,9 @@ class Gemv:
                     cute.arch.cluster_arrive()
                     cute.arch.cluster_wait()
                     if rank == 0:
-                        self.finish(tile, first, count, box, extra, extra_stride, out, tid)
+                        self.finish(tile, first, count, box, extra, extra_stride, outs, tid)
                 else:
-                    self.finish(tile, first, count, where, extra, extra_stride, out, tid)
+                    self.finish(tile, first, count, where, extra, extra_stride, outs, tid)
                 parity = parity ^ 1
             # x and the partials of the last tile are read by all before they are staged anew
             cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * 32)
@@ -315,36 +328,62 @@ class Gemv:
         partial: Int32,
         extra: Int64,
         extra_stride: Int32,
-        out: Int64,
+        outs,
         tid: Int32,
     ):
-        """Threads 0..127: one (token, row) each; adds the parts and stores."""
-        shape = self.shape
+        """To the output in whose range the tile is."""
+        ranges = self.shape.ranges
+        for i in cutlass.range_constexpr(len(ranges)):
+            at = tile - ranges[i].first_tile
+            out, stride = outs[i]
+            if const_expr(len(ranges) == 1):
+                self.finish_in(i, at, first, count, partial, extra, extra_stride, out, stride, tid)
+            else:
+                if (at >= 0) & (at < ranges[i].tiles):
+                    self.finish_in(
+                        i, at, first, count, partial, extra, extra_stride, out, stride, tid
+                    )
+
+    @cute.jit
+    def finish_in(
+        self,
+        which: cutlass.Constexpr[int],
+        tile: Int32,
+        first: Int32,
+        count: Int32,
+        partial: Int32,
+        extra: Int64,
+        extra_stride: Int32,
+        out: Int64,
+        out_stride: Int32,
+        tid: Int32,
+    ):
+        """Threads 0..127: one (token, row) of a range's tile each; adds the parts and stores."""
+        shape, part = self.shape, self.shape.ranges[which]
         token, row = tid // TILE, tid % TILE
         o = tile * TILE + row
-        live = (token < count) & (o < shape.rows)
-        if const_expr(shape.finish == "situ"):  # rows 0..7 gate, 8..15 up
+        live = (token < count) & (o < part.rows)
+        if const_expr(part.finish == "situ"):  # rows 0..7 gate, 8..15 up
             o = tile * 8 + row
-            live = (token < count) & (row < 8) & (o < shape.out_width)
+            live = (token < count) & (row < 8) & (o < part.out_width)
         if live:
             parts = WARPS if shape.split == 1 else shape.split
             value = self.total(partial, parts, token * TILE + row)
             t = Int64(first + token)
-            if const_expr(shape.finish == "f32"):
-                st_global_f32(out + (t * shape.out_width + Int64(o)) * 4, value)
+            target = t * Int64(out_stride) + Int64(o)
+            if const_expr(part.finish == "f32"):
+                st_global_f32(out + target * 4, value)
             else:
-                if const_expr(shape.finish == "situ"):
+                if const_expr(part.finish == "situ"):
                     up = self.total(partial, parts, token * TILE + row + 8)
                     value = situ(value, up, shape.beta, shape.linear_beta)
-                if const_expr(shape.finish in ("add", "gate")):
+                if const_expr(part.finish in ("add", "gate")):
                     other = self.extra(extra + (t * Int64(extra_stride) + Int64(o)) * 2)
-                    if const_expr(shape.finish == "add"):
+                    if const_expr(part.finish == "add"):
                         value = value + other
                     else:
                         value = bf16_low(pack_bf16(value, value)) * sigmoid(other)
-                st_global_u16(
-                    out + (t * shape.out_width + Int64(o)) * 2, pack_bf16(value, Float32(0.0))
-                )
+                st_global_u16(out + target * 2, pack_bf16(value, Float32(0.0)))
 
     def total(self, partial, parts, index):
         at = partial + index * 4
@@ -360,8 +399,9 @@ class Gemv:
 
 @functools.cache
 def compile_gemv(shape: Shape, pass_rows: int, arch: str):
-    args = (Int64(0), Int64(0), Int64(0), Int32(0), Int64(0), Int32(1), Int32(1))
-    return compile_kernel(Gemv(shape, pass_rows), (*args, make_fake_stream()), arch)
+    pairs = (Int64(0), Int32(0)) * 4  # extra and the outs
+    args = (Int64(0), Int64(0), *pairs, Int32(1), Int32(1), make_fake_stream())
+    return compile_kernel(Gemv(shape, pass_rows), args, arch)
 
 
 def gemv(
@@ -369,15 +409,17 @@ def gemv(
     packed: torch.Tensor,
     shape: Shape,
     *,
-    out: torch.Tensor,
+    out: torch.Tensor | tuple[torch.Tensor, ...],
     extra: torch.Tensor | None = None,
 ) -> None:
-    """x [T, X] bf16, packed by `pack_gemv`, extra [T, >= O] bf16 -> out [T, O]."""
+    """x [T, X] bf16, packed by `pack_gemv`, extra [T, >= O] bf16 -> out [T, O], one a range."""
     tokens = x.shape[0]
     assert x.dtype == torch.bfloat16 and x.shape[1] == shape.x_width and x.is_contiguous()
     assert packed.shape == (shape.tiles, shape.blocks, TILE, BLOCK) and packed.is_contiguous()
-    assert out.shape == (tokens, shape.out_width) and out.is_contiguous()
-    assert out.dtype == (torch.float32 if shape.finish == "f32" else torch.bfloat16)
+    outs = out if isinstance(out, tuple) else (out,)
+    for part, y in zip(shape.ranges, outs, strict=True):
+        assert y.shape == (tokens, part.out_width) and y.stride(1) == 1
+        assert y.dtype == (torch.float32 if part.finish == "f32" else torch.bfloat16)
     assert (extra is not None) == (shape.finish in ("add", "gate"))
     pass_rows = 1 if tokens == 1 else PASS
     kernel = compile_gemv(shape, pass_rows, arch_of(x.device.index))
@@ -390,7 +432,8 @@ def gemv(
         address(packed),
         address(extra) if extra is not None else 0,
         extra.stride(0) if extra is not None else 0,
-        address(out),
+        *(number for y in outs for number in (address(y), y.stride(0))),
+        *(0, 0) * (3 - len(outs)),
         tokens,
         clusters * shape.split,
     )

@@ -17,10 +17,27 @@ CHUNK_BLOCKS = 16  # blocks of a ring slot, 16 KB: 4 in flight saturate HBM (h20
 
 
 @dataclass(frozen=True)
+class Range:
+    """Rows of one output: whole tiles, the last padded."""
+
+    first_tile: int
+    rows: int  # as stored ("situ": gate and up rows)
+    finish: str  # "bf16", "f32", "situ", "add", "gate"
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // TILE)
+
+    @property
+    def out_width(self) -> int:
+        return self.rows // 2 if self.finish == "situ" else self.rows
+
+
+@dataclass(frozen=True)
 class Shape:
     """Static sizes of one product."""
 
-    rows: int  # O, of the matrix as stored ("situ": gate and up rows)
+    rows: int  # O, of the matrix as stored ("situ": gate and up rows), of all ranges
     k: int
     x_width: int  # X
     groups: int = 1
@@ -29,19 +46,31 @@ class Shape:
     split: int = 1
     beta: float = 0.0
     linear_beta: float = 0.0
+    router_rows: int = 0  # "moe_in": then come those of latent_down, the rest are SiTU's
+    latent_rows: int = 0
 
     def __post_init__(self) -> None:
         assert self.k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {self.k}"
         assert self.x_width % 8 == 0 and self.group_stride % 8 == 0
         assert self.rows % self.groups == 0
         assert self.groups == 1 or self.rows // self.groups % TILE == 0
-        assert self.finish in ("bf16", "f32", "situ", "add", "gate")
+        assert self.finish in ("bf16", "f32", "situ", "add", "gate", "moe_in")
         assert self.split == 1 or (self.groups == 1 and self.split <= 8)
         assert self.blocks % self.split == 0, f"K = {self.k} does not split in {self.split}"
 
     @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The outputs, in the order of their tiles."""
+        if self.finish != "moe_in":
+            return (Range(0, self.rows, self.finish),)
+        router = Range(0, self.router_rows, "f32")
+        latent = Range(router.tiles, self.latent_rows, "bf16")
+        situ_rows = self.rows - self.router_rows - self.latent_rows
+        return router, latent, Range(router.tiles + latent.tiles, situ_rows, "situ")
+
+    @property
     def tiles(self) -> int:
-        return -(-self.rows // TILE)
+        return sum(part.tiles for part in self.ranges)
 
     @property
     def blocks(self) -> int:
@@ -58,7 +87,9 @@ class Shape:
 
     @property
     def out_width(self) -> int:
-        return self.rows // 2 if self.finish == "situ" else self.rows
+        """Of the only output."""
+        (part,) = self.ranges
+        return part.out_width
 
 
 def resident_ctas(split: int, sms: int) -> int:
@@ -101,3 +132,10 @@ def pack_gemv(weight: torch.Tensor, situ: bool = False) -> torch.Tensor:
         )
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % TILE))
     return padded.view(-1, TILE, k // BLOCK, BLOCK).transpose(1, 2).contiguous()
+
+
+def pack_moe_in(
+    gate: torch.Tensor, latent_down: torch.Tensor, gate_up: torch.Tensor
+) -> torch.Tensor:
+    """Three matrices with the same K, each in tiles of its own, as `Shape.ranges` has them."""
+    return torch.cat([pack_gemv(gate), pack_gemv(latent_down), pack_gemv(gate_up, situ=True)])

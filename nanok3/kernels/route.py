@@ -57,7 +57,7 @@ from nanok3.dsl import (
     warp_sum,
 )
 from nanok3.kernels.routed import count_before, rank_in
-from nanok3.reference.router import router_ref as router_ref
+from nanok3.reference.router import route_ref as route_ref
 
 WARPS = 16
 THREADS = 32 * WARPS

@@ -1,7 +1,8 @@
-"""The products of the model: `out = x @ weight.T`, and the two with something around it.
+"""The products of the model: `out = x @ weight.T`, and those with something around it.
 
 `linear` rounds once, at the store. `gate_up` applies SiTU to the two halves of its rows. `lm_head`
-gives float32 logits of chosen rows. `latent_up` is the end of the latent mixture of experts.
+gives float32 logits of chosen rows. `moe_in` and `latent_up` are the beginning and the end of the
+latent mixture of experts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ class GateUpWeights:
 
 
 @dataclass(frozen=True)
+class MoEInWeights:
+    """Three matrices that read the same x."""
+
+    gate: Tensor  # [E, C], of the router
+    latent_down: Tensor  # [Z, C]
+    shared_gate_up: GateUpWeights  # [2F, C]
+
+
+@dataclass(frozen=True)
 class LatentUpWeights:
     norm: Tensor | None  # [Z], absent when the latent is not normalised
     weight: Tensor  # [C, Z]
@@ -37,6 +47,14 @@ def gate_up_ref(x: Tensor, w: GateUpWeights, *, out: Tensor) -> None:
     """x [T, C] -> out [T, F] = situ(x @ gate.T, x @ up.T)."""
     gate, up = linear(x, w.weight).chunk(2, dim=-1)
     out.copy_(situ(gate, up, w.beta, w.linear_beta))
+
+
+def moe_in_ref(x: Tensor, w: MoEInWeights, *, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    """x [T, C] -> out: router logits [T, E] f32, latent [T, Z], shared experts' act [T, F]."""
+    router_logits, latent, shared_act = out
+    router_logits.copy_(linear(acc(x), acc(w.gate)))
+    linear_ref(x, w.latent_down, out=latent)
+    gate_up_ref(x, w.shared_gate_up, out=shared_act)
 
 
 def latent_up_ref(routed: Tensor, shared: Tensor, w: LatentUpWeights, *, out: Tensor) -> None:

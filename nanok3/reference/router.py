@@ -1,6 +1,6 @@
 """Top-k routing: sigmoid scores, a bias for the choice only, weights from the unbiased scores.
 
-    s    = sigmoid(x @ gate.T)                        in float32
+    s    = sigmoid(logits)                            in float32, logits = x @ gate.T (moe_in)
     pick = s + bias; with expert groups, all but the topk_group best groups (by the sum of their two
            largest pick) are set to -inf
     ids  = the num_experts_per_token largest pick; ties go to the lower id
@@ -16,14 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from nanok3.reference.numerics import acc
 
 
 @dataclass(frozen=True)
 class RouterWeights:
-    gate: Tensor  # [E, C]
     bias: Tensor  # [E] f32
     top_k: int
     num_groups: int
@@ -37,9 +35,9 @@ def largest(x: Tensor, k: int) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def router_value(x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
-    """x [T, C] -> (ids [T, A] i64, weights [T, A])."""
-    scores = torch.sigmoid(linear(acc(x), acc(w.gate)))  # [T, E]
+def route_value(logits: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    """logits [T, E] f32 -> (ids [T, A] i64, weights [T, A])."""
+    scores = torch.sigmoid(acc(logits))  # [T, E]
     pick = scores + w.bias.to(scores.dtype)
     if w.num_groups > 1:
         grouped = pick.unflatten(-1, (w.num_groups, -1))  # [T, G, E / G]
@@ -54,8 +52,8 @@ def router_value(x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
     return ids, weights * w.scaling
 
 
-def router_ref(x: Tensor, w: RouterWeights, *, out: tuple[Tensor, Tensor]) -> None:
-    """out: ids [T, A] int, weights [T, A] f32."""
-    ids, weights = router_value(x, w)
+def route_ref(logits: Tensor, w: RouterWeights, *, out: tuple[Tensor, Tensor]) -> None:
+    """logits [T, E] -> out: ids [T, A] int, weights [T, A] f32."""
+    ids, weights = route_value(logits, w)
     out[0].copy_(ids)
     out[1].copy_(weights)

@@ -39,6 +39,12 @@ def test_gemv_on_emulator(emulated: Emulator, case: str, tokens: int) -> None:
     test_gemv.test_gemv_matches_ref(case, tokens)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 19])
+@pytest.mark.parametrize("case", ["odd", "odd split", "one"])
+def test_moe_in_on_emulator(emulated: Emulator, case: str, tokens: int) -> None:
+    test_gemv.test_moe_in_matches_ref(case, tokens)
+
+
 def test_gemv_in_f32_on_emulator(emulated: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"rows": 40, "k": 320, "x_width": 320, "finish": "f32"}
     monkeypatch.setitem(test_gemv.CASES, "router", small)
@@ -54,6 +60,7 @@ def test_attn_res_on_emulator(emulated: Emulator, width: int, n: int, fresh: boo
 def test_embed_on_emulator(emulated: Emulator) -> None:
     test_embed.test_embed_matches_ref(160)
     test_embed.test_ids_that_are_no_row_give_zeros()
+    test_embed.test_rows_of_other_ranks_are_zero()
 
 
 # one warp, of which half has a second piece; a part-full last warp; one piece

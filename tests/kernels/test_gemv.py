@@ -10,13 +10,23 @@ from compare import check_bf16, check_close
 from torch import Tensor
 from torch.nn.functional import linear
 
+from nanok3.reference.linear import GateUpWeights, MoEInWeights, moe_in_ref
 from nanok3.reference.numerics import situ
 
 pytest.importorskip("cutlass")
 from nanok3.dsl import ARCHS
 from nanok3.kernels.gemv import compile_gemv, gemv
-from nanok3.kernels.gemv_layout import BLOCK, TILE, Shape, choose_split, pack_gemv, resident_ctas
+from nanok3.kernels.gemv_layout import (
+    BLOCK,
+    TILE,
+    Shape,
+    choose_split,
+    pack_gemv,
+    pack_moe_in,
+    resident_ctas,
+)
 
+MARGIN = 3  # columns
 BETAS = {"beta": 4.0, "linear_beta": 25.0}
 # A wide projection of K3 at TP16 with a part-full last tile; odd small widths of the golden model;
 # SiTU with rows that do not fill a tile; block-diagonal forms; float32 logits; the two that read
@@ -42,12 +52,36 @@ CASES: dict[str, dict[str, Any]] = {
     "latent_up mini": {"rows": 160, "k": 64, "x_width": 64, "finish": "add"},
 }
 
+# Router, latent and SiTU rows (gate and up) of one product, K and split: K3 at TP16; k3-mini; sizes
+# of which none fills its last tile, in one part and split; the smallest
+MOE_IN_CASES = {
+    "tp16": (56, 224, 768, 7168, 2),
+    "mini": (64, 64, 256, 160, 1),
+    "odd": (21, 40, 24, 160, 1),
+    "odd split": (5, 18, 40, 1024, 2),
+    "one": (1, 1, 2, 32, 1),
+}
+
+
+def moe_in_shape(case: str) -> Shape:
+    router, latent, situ_rows, k, split = MOE_IN_CASES[case]
+    rows = router + latent + situ_rows
+    sizes = {"router_rows": router, "latent_rows": latent}
+    return Shape(rows, k, k, finish="moe_in", split=split, **sizes, **BETAS)
+
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("pass_rows", [1, 8])
 @pytest.mark.parametrize("case", CASES)
 def test_gemv_compiles(case: str, pass_rows: int, arch: str) -> None:
     compile_gemv(Shape(**CASES[case]), pass_rows, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("pass_rows", [1, 8])
+@pytest.mark.parametrize("case", ["tp16", "mini"])
+def test_moe_in_compiles(case: str, pass_rows: int, arch: str) -> None:
+    compile_gemv(moe_in_shape(case), pass_rows, arch)
 
 
 @pytest.mark.parametrize("rows, k", [(16, 32), (40, 96), (7, 64)])
@@ -67,6 +101,20 @@ def test_gate_and_up_rows_share_a_tile() -> None:
     packed = pack_gemv(weight, situ=True)[:, 0, :, 0]
     assert packed[0].tolist() == [*range(8), *range(12, 20)]
     assert packed[1].tolist() == [8, 9, 10, 11, 0, 0, 0, 0, 20, 21, 22, 23, 0, 0, 0, 0]
+
+
+def test_matrices_of_moe_in_have_tiles_of_their_own() -> None:
+    gate, down, gate_up = (torch.randn(n, 64).bfloat16() for n in (21, 40, 24))
+    packed = pack_moe_in(gate, down, gate_up)
+    shape = Shape(85, 64, 64, finish="moe_in", router_rows=21, latent_rows=40)
+    assert packed.shape[0] == shape.tiles == 2 + 3 + 2
+    assert [(r.first_tile, r.tiles, r.out_width) for r in shape.ranges] == [
+        (0, 2, 21),
+        (2, 3, 40),
+        (5, 2, 12),
+    ]
+    assert torch.equal(packed[:2], pack_gemv(gate)) and torch.equal(packed[2:5], pack_gemv(down))
+    assert torch.equal(packed[5:], pack_gemv(gate_up, situ=True))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +152,50 @@ def finished(shape: Shape, y: Tensor, extra: Tensor) -> Tensor:
     return y
 
 
+def poisoned(tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """NaN, an odd number of columns wider than the output on either side."""
+    return torch.full((tokens, width + 2 * MARGIN), float("nan"), dtype=dtype, device="cuda")
+
+
+def columns_of(wide: Tensor) -> Tensor:
+    return wide[:, MARGIN:-MARGIN]
+
+
+def check_margins(wide: Tensor) -> None:
+    assert wide[:, :MARGIN].isnan().all() and wide[:, -MARGIN:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 19])
+@pytest.mark.parametrize("case", MOE_IN_CASES)
+def test_moe_in_matches_ref(case: str, tokens: int) -> None:
+    """Its three outputs are columns of wider buffers, as a rank's parts are."""
+    torch.manual_seed(tokens)
+    shape = moe_in_shape(case)
+    x = torch.randn(tokens, shape.k, device="cuda").bfloat16()
+    weight = (torch.randn(shape.rows, shape.k, device="cuda") * shape.k**-0.5).bfloat16()
+    matrices = weight.split([part.rows for part in shape.ranges])
+    dtypes = torch.float32, torch.bfloat16, torch.bfloat16
+    sizes = [part.out_width for part in shape.ranges]
+    wide = [poisoned(tokens, n, dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    outs = tuple(columns_of(w) for w in wide)
+    gemv(x, pack_moe_in(*matrices), shape, out=outs)
+    for w in wide:
+        check_margins(w)
+
+    def reference(dtype: torch.dtype) -> list[Tensor]:
+        gate, down, gate_up = (m.to(dtype) for m in matrices)
+        w = MoEInWeights(gate, down, GateUpWeights(gate_up, 4.0, 25.0))
+        right = [torch.empty(tokens, n, device="cuda") for n in sizes]
+        moe_in_ref(x.to(dtype), w, out=(right[0], right[1], right[2]))
+        return right
+
+    right, yardstick = reference(torch.float32), reference(torch.bfloat16)
+    check_close(outs[0], right[0], 1e-5, f"{case}: router logits")
+    for i, name in ((1, "latent"), (2, "shared act")):
+        check_bf16(outs[i], yardstick[i].bfloat16(), right[i], f"{case}: {name}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 8, 19])
 @pytest.mark.parametrize("case", CASES)
@@ -115,9 +207,11 @@ def test_gemv_matches_ref(case: str, tokens: int) -> None:
     extra = torch.randn(tokens, shape.out_width + 8, device="cuda").bfloat16()[:, 8:]
     uses_extra = shape.finish in ("add", "gate")
     dtype = torch.float32 if shape.finish == "f32" else torch.bfloat16
-    out = torch.full((tokens, shape.out_width), float("nan"), dtype=dtype, device="cuda")
+    out = poisoned(tokens, shape.out_width, dtype)
     packed = pack_gemv(weight, situ=shape.finish == "situ")
-    gemv(x, packed, shape, out=out, extra=extra if uses_extra else None)
+    gemv(x, packed, shape, out=columns_of(out), extra=extra if uses_extra else None)
+    check_margins(out)
+    out = columns_of(out)
     right = finished(shape, product(shape, x.float(), weight.float()), extra.float())
     if shape.finish == "f32":
         check_close(out, right, 1e-5, case)
