@@ -320,6 +320,58 @@ def bench_decode(
     )
 
 
+OPS = ("chain", "plain", "mega", "torch")
+OF_A_RANK = [
+    click.option("--tp", type=click.IntRange(1), default=16, show_default=True, help="Ranks."),
+    click.option("--rank", type=click.IntRange(0), default=0, show_default=True),
+    click.option(
+        "--requests", type=click.IntRange(1), multiple=True, default=(1,), show_default=True
+    ),
+    click.option(
+        "--rows",
+        type=click.IntRange(1),
+        multiple=True,
+        default=(1,),
+        show_default=True,
+        help="Of each request in a step. Several: a case for every combination.",
+    ),
+    click.option(
+        "--context", type=click.IntRange(1), multiple=True, default=(4096,), show_default=True
+    ),
+    click.option(
+        "--ops",
+        type=click.Choice(OPS),
+        multiple=True,
+        default=("chain", "plain", "mega"),
+        show_default=True,
+        help="chain: a launch an op; plain: the same without programmatic launch; mega: one launch;"
+        " torch: cuBLAS and plain ops.",
+    ),
+    click.option(
+        "--json", "json_file", type=click.Path(path_type=Path), help="Append all lines to a file."
+    ),
+]
+
+
+@bench.command("layer", epilog=EPILOG)
+@click.option("--kind", type=click.Choice(["kda", "mla"]), default="kda", show_default=True)
+@shared(OF_A_RANK)
+def bench_layer(kind: str, **options: Any) -> int:
+    """Layers of the real K3 as one rank of many, random weights, on a GPU."""
+    from nanok3 import commands
+
+    return commands.bench_layers(kind, **options)
+
+
+@bench.command("step", epilog=EPILOG)
+@shared(OF_A_RANK)
+def bench_step(**options: Any) -> int:
+    """All layers and the head of the real K3 as one rank of many, random weights, on a GPU."""
+    from nanok3 import commands
+
+    return commands.bench_layers("step", **options)
+
+
 def read_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB|TB|MiB|GiB|TiB)?", text)
     if found is None:

@@ -6,6 +6,7 @@ options and prints errors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from nanok3.batch_input import InputError
 from nanok3.chat_session import ChatSession, follow
 from nanok3.check import check_model
 from nanok3.checkpoint import CheckpointError
-from nanok3.config import K3, EngineConfig, Shard, default_dtype, load_config
+from nanok3.config import K3, TP_SIZES, EngineConfig, Shard, default_dtype, load_config
 from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
 from nanok3.content_hash import StateError
 from nanok3.device import device_problems
@@ -218,6 +219,42 @@ def bench_decode(
         raise Refused(FAILED, f"no speed is reported: {error}") from error
     write_out(("" if as_json else report.table() + "\n") + report.json() + "\n")
     return DONE
+
+
+def bench_layers(
+    kind: str,
+    *,
+    tp: int,
+    rank: int,
+    requests: tuple[int, ...],
+    rows: tuple[int, ...],
+    context: tuple[int, ...],
+    ops: tuple[str, ...],
+    json_file: Path | None,
+) -> int:
+    """kind: "kda", "mla" or "step". A case for every combination."""
+    if tp not in TP_SIZES:
+        raise Refused(USAGE, f"--tp {tp}: choose one of {', '.join(map(str, TP_SIZES))}")
+    if rank >= tp:
+        raise Refused(USAGE, f"--rank {rank}: {tp} ranks are numbered from 0")
+    if problems := Shard(rank, tp).problems(K3):
+        raise Refused(USAGE, f"--tp {tp}: {problems[0]}")
+    if min(context) < max(rows):
+        raise Refused(USAGE, f"--context {min(context)}: it includes the {max(rows)} rows")
+    _check_device("cuda", "bfloat16")
+    from nanok3 import bench_layer  # here, for it brings CuTe DSL
+
+    layers = () if kind == "step" else bench_layer.layers_of_kind(K3, kind)
+    run = bench_layer.bench_step if kind == "step" else bench_layer.bench_layer
+    refused = False
+    for num_reqs, num_rows, cached in itertools.product(requests, rows, context):
+        report = run(K3, bench_layer.Case(layers, tp, rank, num_reqs, num_rows, cached), ops)
+        write_out(report.table() + "\n" + report.json() + "\n")
+        if json_file is not None:
+            with json_file.open("a", encoding="utf-8") as file:
+                file.write(report.json() + "\n")
+        refused = refused or bool(report.refused)
+    return FAILED if refused else DONE
 
 
 def plan(

@@ -315,6 +315,49 @@ def cp_async_16(shared, address):
     asm("cp.async.cg.shared.global [$0],[$1],16;", "r,l,~{memory}", (shared, address))
 
 
+def ld_global_u32x2(address):
+    return asm("ld.global.v2.u32 {$0,$1},[$2];", "=r,=r,l,~{memory}", (address,), U2)
+
+
+def st_shared_u32x2(address, words):
+    asm("st.shared.v2.u32 [$0],{$1,$2};", "r,r,r,~{memory}", (address, *words))
+
+
+def st_shared_u16(address, word):
+    """The low half of a word."""
+    asm("{.reg .b16 t; cvt.u16.u32 t,$1; st.shared.u16 [$0],t;}", "r,r,~{memory}", (address, word))
+
+
+def ld_acquire_u32(address):
+    """Acquire, at GPU scope."""
+    return asm("ld.acquire.gpu.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
+
+
+def ld_relaxed_u32(address):
+    """Relaxed, at GPU scope."""
+    return asm("ld.relaxed.gpu.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
+
+
+def st_relaxed_u32(address, word):
+    """Relaxed, at GPU scope."""
+    asm("st.relaxed.gpu.global.u32 [$0],$1;", "l,r,~{memory}", (address, word))
+
+
+def red_add_release(address, word):
+    """Release, at GPU scope: also of what came before a barrier that this thread has passed."""
+    asm("red.release.gpu.global.add.u32 [$0],$1;", "l,r,~{memory}", (address, word))
+
+
+def fence_async():
+    """What this thread wrote or saw written is ordered before bulk copies that come after."""
+    asm("fence.proxy.async.global;", "~{memory}", ())
+
+
+def global_clock():
+    """Nanoseconds, the same clock on all SMs."""
+    return asm("mov.u64 $0,%globaltimer;", "=l,~{memory}", (), Int64)
+
+
 # ---- device: small functions of several instructions ----
 
 

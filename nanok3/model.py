@@ -34,11 +34,15 @@ def forward(
     config: ModelConfig, w: Weights, cache: Cache, step: Step, buf: Buffers, ops: Ops
 ) -> None:
     """Tokens of `step` -> `buf.logits`; the caches hold these tokens afterwards."""
-    ops.embed(step.input_ids, w.embed, out=buf.delta_sum)  # [T, C]
-    ops.all_reduce(buf.delta_sum, out=buf.delta)
+    embedding(w, step, buf, ops)
     for i, layer in enumerate(w.layers):
         one_layer(config, i, layer, cache, step, buf, ops)
     head(w, buf.streams, step, buf, ops)
+
+
+def embedding(w: Weights, step: Step, buf: Buffers, ops: Ops) -> None:
+    ops.embed(step.input_ids, w.embed, out=buf.delta_sum)  # [T, C]
+    ops.all_reduce(buf.delta_sum, out=buf.delta)
 
 
 def one_layer(

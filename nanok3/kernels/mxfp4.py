@@ -36,6 +36,7 @@ VALUE_BYTES = TILE * BLOCK // 2
 BLOCK_BYTES = VALUE_BYTES + TILE
 LARGEST_SCALE = 128  # 2^(scale - 1) must be a finite bf16
 SCALE_OFFSET = 126
+AT_ONCE = 32  # experts that are packed together: about 20 times their bytes are in use
 
 
 @dataclass(frozen=True)
@@ -104,35 +105,36 @@ def check_scales(scale: Tensor) -> None:
 
 
 def pack_tiles(packed: Tensor, scale: Tensor, pairs: bool) -> Tensor:
-    """packed [R, K / 2] u8, scale [R, K / 32] u8 -> [R / 16, K / 32, 272] u8.
+    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8 -> [E, R / 16, K / 32, 272] u8.
 
     Tile i holds rows 16i .. 16i + 15; with `pairs` rows 8i .. 8i + 7 of the first half of the
     matrix and the same rows of the second half.
     """
-    rows, blocks = scale.shape
+    experts, rows, blocks = scale.shape
     assert packed.dtype == scale.dtype == torch.uint8
-    assert packed.shape == (rows, blocks * BLOCK // 2), f"{packed.shape} and {scale.shape}"
+    assert packed.shape == (experts, rows, blocks * BLOCK // 2), f"{packed.shape}, {scale.shape}"
     assert rows % TILE == 0, f"rows must be a multiple of {TILE}, not {rows}"
     table = byte_table().to(packed.device)
-    parts = packed.to(torch.int32).view(rows, -1, 4)  # a word's bytes
-    words = table[0][parts[..., 0]]
+    parts = packed.view(-1, 4)  # a word's bytes
+    words = table[0][parts[:, 0].int()]
     for i in range(1, 4):
-        words = words | table[i][parts[..., i]]
+        words |= table[i][parts[:, i].int()]
 
-    def tiled(x: Tensor) -> Tensor:  # [R, ...] -> [tiles, 2, 8, ...]: rows g and g + 8 of a tile
-        return x.unflatten(0, (2, -1, 8)).transpose(0, 1) if pairs else x.unflatten(0, (-1, 2, 8))
+    def tiled(x: Tensor) -> Tensor:  # [E, R, ...] -> [E, tiles, 2, 8, ...]: rows g and g + 8
+        return x.unflatten(1, (2, -1, 8)).transpose(1, 2) if pairs else x.unflatten(1, (-1, 2, 8))
 
-    values = tiled(words.view(rows, blocks, 4)).permute(0, 3, 2, 4, 1)  # [tiles, blocks, g, q, h]
-    scales = tiled(scale + SCALE_OFFSET).permute(0, 3, 2, 1)  # [tiles, blocks, g, h]
-    return torch.cat([values.contiguous().view(torch.uint8).flatten(2), scales.flatten(2)], dim=2)
+    values = tiled(words.view(experts, rows, blocks, 4)).permute(0, 1, 4, 3, 5, 2)
+    scales = tiled(scale + SCALE_OFFSET).permute(0, 1, 4, 3, 2)  # [E, tiles, blocks, g, h]
+    return torch.cat([values.contiguous().view(torch.uint8).flatten(3), scales.flatten(3)], dim=3)
 
 
 def pack_experts(packed: Tensor, scale: Tensor, layout: str, pairs: bool) -> PackedExperts:
-    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8, expert by expert."""
+    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8; some experts at a time."""
     check_scales(scale)
     experts, rows, blocks = scale.shape
     shape = (experts, rows // TILE, blocks, BLOCK_BYTES)
     tiles = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    for target, p, s in zip(tiles, packed, scale, strict=True):
-        target.copy_(pack_tiles(p, s, pairs))
+    for first in range(0, experts, AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        tiles[some] = pack_tiles(packed[some], scale[some], pairs)
     return PackedExperts(tiles, layout)

@@ -77,6 +77,11 @@ def divide(a: Lanes, b: Lanes) -> Lanes:
     return np.where((a < 0) == (b < 0), quotient, -quotient).astype(a.dtype)
 
 
+def remainder(a: Lanes, b: Lanes) -> Lanes:
+    """Of `divide`."""
+    return (a - divide(a, b) * b).astype(a.dtype)
+
+
 def bits_of(word: Lanes) -> Lanes:
     """[32 lanes, 32 bits], the lowest first."""
     return np.unpackbits(np.ascontiguousarray(word).view(np.uint8), bitorder="little").reshape(
@@ -94,6 +99,16 @@ def clz(word: Lanes) -> Lanes:
 
 def brev(word: Lanes) -> Lanes:
     return np.packbits(bits_of(word)[:, ::-1], bitorder="little").view(np.uint32)
+
+
+def parts_of(word: Lanes, count: int) -> Lanes:
+    """[count, 32]: the lowest bits first."""
+    size = word.dtype.itemsize // count
+    return np.ascontiguousarray(np.ascontiguousarray(word).view(f"u{size}").reshape(32, count).T)
+
+
+def joined(parts: list[Lanes], kind: str) -> Lanes:
+    return np.ascontiguousarray(np.stack(parts, axis=1)).view(kind)[:, 0]
 
 
 def ballot(flag: Lanes) -> Lanes:

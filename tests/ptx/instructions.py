@@ -27,7 +27,7 @@ COMPARE = {"eq": "==", "ne": "!=", "neu": "!=", "lt": "<", "le": "<=", "gt": ">"
 BITWISE = {"and": "&", "or": "|", "xor": "^"}
 # these need all 32 lanes at once
 COLLECTIVE = ("shfl", "vote", "redux", "mma", "ldmatrix", "bar", "barrier")
-WAITS = ("bar.sync", "barrier.cluster.wait", "mbarrier.try_wait")
+WAITS = ("bar.sync", "barrier.cluster.wait", "mbarrier.try_wait", "ld.acquire")
 
 Lanes = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,7 +37,7 @@ class Statement:
     guard: tuple[int, bool] | None  # a predicate register, and whether it is negated
     name: str
     operands: tuple[str, ...]
-    text: str
+    text: str  # with the line of Python near it, if that is known
 
 
 @dataclass
@@ -120,6 +120,8 @@ def statements_of(text: str) -> list[tuple[str, tuple[int, ...]]]:
 def read_ptx(text: str) -> Program:
     """The only kernel of a PTX text."""
     text = re.sub(r"//.*", "", text)
+    files = {n: name.rpartition("/")[2] for n, name in re.findall(r'\.file\s+(\d+) "(.*)"', text)}
+    text = re.sub(r"(\.loc[^\n]*)", r"\1;", text)
     head, body = text[text.index(".visible .entry") :].split("\n{\n", 1)
     threads = re.search(r"\.reqntid (\d+)", head)
     assert threads, "the kernel does not state its number of threads"
@@ -128,6 +130,7 @@ def read_ptx(text: str) -> Program:
     for name in SPECIALS:
         declare(program, name, "b32")
     labels: dict[str, int] = {}
+    near = ""
     for token, scopes in statements_of(body[: body.rindex("}")]):
         if token.startswith(".reg"):
             declare_all(program, token, scopes)
@@ -135,8 +138,12 @@ def read_ptx(text: str) -> Program:
             if program.blocks[-1].body or program.blocks[-1].end:
                 program.blocks.append(Block())
             labels[scoped(token[:-1], scopes, {})] = len(program.blocks) - 1
+        elif token.startswith(".loc"):
+            _, file, line, *_ = token.split()
+            if files[file] != "dsl.py" and line != "0":  # who called, not what was called
+                near = f" near {files[file]}:{line}"
         elif not token.startswith("."):
-            place(program, parse(program, token, scopes))
+            place(program, parse(program, token, scopes, near))
     for block in program.blocks:
         if block.end and block.end.name.startswith("bra"):
             name, scope = block.end.operands[0], block.end.operands[1]
@@ -170,8 +177,8 @@ def declare_all(program: Program, token: str, scopes: tuple[int, ...]) -> None:
             declare(program, f"{name.strip()} {scopes[-1]}", kind[1:])
 
 
-def parse(program: Program, token: str, scopes: tuple[int, ...]) -> Statement:
-    guard = None
+def parse(program: Program, token: str, scopes: tuple[int, ...], near: str) -> Statement:
+    guard, text = None, token + near
     matched = re.match(r"@(!?)(%?\w+)\s+(.*)", token, re.S)
     if matched:
         guard = program.names[scoped(matched.group(2), scopes, program.names)], bool(matched[1])
@@ -179,9 +186,9 @@ def parse(program: Program, token: str, scopes: tuple[int, ...]) -> Statement:
     name, _, rest = re.sub(r"\s+", " ", token).partition(" ")
     operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
     if name.startswith("bra") and not name.startswith("barrier"):
-        return Statement(guard, name, (operands[0], str(scopes[-1])), token)
+        return Statement(guard, name, (operands[0], str(scopes[-1])), text)
     named = [scoped(o, scopes, program.names) for o in operands if o]
-    return Statement(guard, name, tuple(named), token)
+    return Statement(guard, name, tuple(named), text)
 
 
 def place(program: Program, s: Statement) -> None:
@@ -237,17 +244,23 @@ def effects(program: Program, s: Statement, mask: str) -> list[str]:
     if s.name.startswith(("griddepcontrol", "fence", "createpolicy")):
         if s.name == "griddepcontrol.wait":
             return ["w.wait_for_earlier_grids()"]
+        if s.name.startswith("fence.proxy.async"):
+            return ["w.fence_async()"]
         return [put(o[0], program.read("0", "b64"))] if head == "createpolicy" else []
     if s.name.startswith("ld.param"):
         return [put(o[0], f"w.params[{int(o[1].rstrip(']').rpartition('_')[2])}]")]
-    if s.name.startswith(("ld.global", "ld.shared")):
+    if s.name.startswith(("ld.global", "ld.shared", "ld.relaxed.gpu.global")):
         names, size = registers(o[0]), int(kind[1:]) // 8
-        call = f"t = w.load_{parts[1]}({program.address(o[1])}, {len(names)}, {size}, {mask})"
+        space = "global" if "global" in parts else "shared"
+        call = f"t = w.load_{space}({program.address(o[1])}, {len(names)}, {size}, {mask})"
         return [call, *(put(n, f"t[{i}]") for i, n in enumerate(names))]
-    if s.name.startswith(("st.global", "st.shared")):
-        space = "cluster" if "cluster" in s.name else parts[1]
+    if s.name.startswith(("st.global", "st.shared", "st.relaxed.gpu.global")):
+        space = "global" if "global" in parts else "shared"
+        space = "cluster" if "cluster" in s.name else space
         values = ", ".join(program.read(v, "b" + kind[1:]) for v in registers(o[1]))
         return [f"w.store_{space}({program.address(o[0])}, [{values}], {mask})"]
+    if s.name == "red.release.gpu.global.add.u32":
+        return [f"w.red_add({program.address(o[0])}, {program.read(o[1], 'b32')}, {mask})"]
     if head == "red":
         assert s.name == "red.relaxed.cta.shared.or.b32", s.name
         return [f"w.red_or({program.address(o[0])}, {program.read(o[1], 'b32')}, {mask})"]
@@ -266,6 +279,15 @@ def effects(program: Program, s: Statement, mask: str) -> list[str]:
     if head == "ldmatrix":
         call = f"t = w.load_matrices({program.address(o[1])}, {'.trans.' in s.name})"
         return [call, *(put(r, f"t[{i}]") for i, r in enumerate(registers(o[0])))]
+    if head == "mov" and o[0].startswith("{"):
+        names = registers(o[0])
+        call = f"t = parts_of({program.read(o[1], kind)}, {len(names)})"
+        return [call, *(put(n, f"t[{i}]") for i, n in enumerate(names) if n != "_")]
+    if head == "mov" and o[1].startswith("{"):
+        names = registers(o[1])
+        part = f"b{int(kind[1:]) // len(names)}"
+        values = ", ".join(program.read(n, part) for n in names)
+        return [put(o[0], f"joined([{values}], '{np.dtype(arithmetic.TYPES[kind]).name}')")]
     return [put(o[0], value_of(program, s))]
 
 
@@ -324,11 +346,14 @@ def value_of(program: Program, s: Statement) -> str:
         if parts[1] == "hi":
             return f"(({product}) >> {half}).astype('{np.dtype(arithmetic.TYPES[kind]).name}')"
         return product + (f" + {read(3, wide)}" if head == "mad" else "")
+    if head == "rem":
+        return "remainder({}, {})".format(*two(kind))
     if head == "div":
         return ("{} / {}" if kind == "f32" else "divide({}, {})").format(*two(kind))
     if head in ("min", "max"):
         names = {"min": "np.fmin", "max": "np.fmax"}
-        return f"{names[head]}({', '.join(two(kind))})"
+        found = f"{names[head]}({', '.join(two(kind))})"
+        return f"np.maximum({found}, 0).astype('int32')" if "relu" in parts else found
     if head in BITWISE:
         return f" {BITWISE[head]} ".join(two(kind))
     if head == "not":
@@ -346,9 +371,9 @@ def value_of(program: Program, s: Statement) -> str:
     if head == "selp":
         return f"np.where({read(3, 'pred')}, {read(1, kind)}, {read(2, kind)})"
     if head == "mov":
-        return read(1, kind)
+        return "w.time()" if o[1] == "%globaltimer" else read(1, kind)
     if head == "cvt":
-        return f"{read(1, kind)}.astype('{np.dtype(arithmetic.TYPES[parts[1]]).name}')"
+        return converted(program, o, parts[1], kind)
     if head in ("popc", "clz", "brev"):
         return f"{head}({read(1, 'b32')})"
     if head == "vote":
@@ -359,3 +384,23 @@ def value_of(program: Program, s: Statement) -> str:
         assert o[3:] == ("31", "-1"), s.text
         return f"shuffle_{parts[2]}({read(1, 'b32')}, {read(2, 'u32')})"
     raise NotImplementedError(s.text)
+
+
+def converted(program: Program, o: tuple[str, ...], to: str, kind: str) -> str:
+    """cvt between integers. Bytes are held in wider registers, extended."""
+
+    def held(operand: str) -> str:
+        """The integer type of a register that holds a byte."""
+        return program.kinds[program.names[operand]].removeprefix("u")
+
+    def name(byte: str) -> str:
+        return {"s8": "int8", "u8": "uint8"}[byte]
+
+    if kind in ("s8", "u8"):
+        value = f"{program.read(o[1], 'b' + held(o[1])[3:])}.astype('{name(kind)}')"
+    else:
+        value = program.read(o[1], kind)
+    if to in ("s8", "u8"):
+        signed = held(o[0]) if to == "s8" else "u" + held(o[0])
+        return f"{value}.astype('{name(to)}').astype('{signed}')"
+    return f"{value}.astype('{np.dtype(arithmetic.TYPES[to]).name}')"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ptx.instructions import Program, read_ptx
 from ptx.machine import run_grid
-from ptx.memory import Global, buffer_of
+from ptx.memory import Buffer, Global, buffer_of
 
 ARCH = "sm_90a"
 SMS = 3  # few, so that persistent kernels have several items a CTA
@@ -40,6 +41,7 @@ class Launch:
     numbers: tuple[Any, ...] = ()
     grid: tuple[int, int, int] = (1, 1, 1)
     cluster: tuple[int, int, int] = (1, 1, 1)
+    cooperative: bool = False  # all CTAs run at once, and may wait for each other
 
 
 def launch_of(operator: Any, numbers: tuple[Any, ...]) -> Launch:
@@ -49,8 +51,10 @@ def launch_of(operator: Any, numbers: tuple[Any, ...]) -> Launch:
     def kernel(*passed: Any) -> SimpleNamespace:
         asked.numbers = passed
 
-        def launch(*, grid: Any, cluster: Any = (1, 1, 1), **_others: Any) -> None:
-            asked.grid, asked.cluster = grid, cluster
+        def launch(
+            *, grid: Any, cluster: Any = (1, 1, 1), cooperative: bool = False, **_others: Any
+        ) -> None:
+            asked.grid, asked.cluster, asked.cooperative = grid, cluster, cooperative
 
         return SimpleNamespace(launch=launch)
 
@@ -61,11 +65,26 @@ def launch_of(operator: Any, numbers: tuple[Any, ...]) -> Launch:
     return asked
 
 
+def caller_of_dsl(where: Any) -> Any:
+    """The place in a kernel's text that calls an instruction, for what nanok3/dsl.py makes."""
+    if where is None or "nanok3/dsl.py" not in str(where):
+        return where
+    frame: FrameType | None = sys._getframe()
+    while frame and not frame.f_code.co_filename.endswith("nanok3/dsl.py"):
+        frame = frame.f_back
+    while frame and frame.f_code.co_filename.endswith(("nanok3/dsl.py", "op.py")):
+        frame = frame.f_back
+    if frame is None:
+        return where
+    return type(where).file(frame.f_code.co_filename, frame.f_lineno, 0)
+
+
 @dataclass
 class Emulator:
     folder: str  # where the compiler leaves its PTX
     edit: Edit = field(default=lambda ptx: ptx)  # of the PTX, for tests that break a kernel
     seed: int = 0
+    races: bool = True  # whether those on global memory are looked for, in a cooperative grid
     tensors: list[torch.Tensor] = field(default_factory=list)  # passed to the launch being made
 
     def install(self, patch: pytest.MonkeyPatch, module: ModuleType, weights: set[int]) -> None:
@@ -84,9 +103,11 @@ class Emulator:
 
     def compile(self, operator: Any, args: Any, arch: str) -> Compiled:
         import cutlass.cute as cute  # here, so that tests without it can be collected
+        from cutlass._mlir_helpers.op import loc_transform
 
-        options = f"--gpu-arch={arch} --keep-ptx --dump-dir={self.folder}"
-        made = cute.compile(operator, *args, options=options)
+        options = f"--gpu-arch={arch} --keep-ptx --dump-dir={self.folder} --generate-line-info"
+        with loc_transform(caller_of_dsl):
+            made = cute.compile(operator, *args, options=options)
         # the launch's shared memory is the only 64-bit constant of the host's code
         host = str(made.ir_module).partition("llvm.func @cutlass")[2]
         sizes = [int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", host)]
@@ -99,7 +120,11 @@ class Emulator:
     def launch(self, weights: set[int], kernel: Compiled, *numbers: int | float) -> None:
         buffers = [buffer_of(t, i in weights) for i, t in enumerate(self.tensors)]
         self.tensors.clear()
-        asked = launch_of(kernel.operator, numbers)
+        self.run(kernel, numbers, buffers)
+
+    def run(self, kernel: Compiled, numbers: Sequence[int | float], buffers: list[Buffer]) -> None:
+        """One launch, which may touch `buffers`."""
+        asked = launch_of(kernel.operator, tuple(numbers))
         self.seed += 1
         run_grid(
             kernel.program,
@@ -107,8 +132,10 @@ class Emulator:
             [int(n) for n in asked.numbers],
             asked.grid,
             asked.cluster[0],
+            asked.cooperative,
             kernel.shared_bytes,
             self.seed,
+            self.races,
         )
 
 

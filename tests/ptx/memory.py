@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from ptx.instructions import SHARED_BASE
+from ptx.races import By, History, Race
 
 Lanes = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,9 +30,42 @@ class Buffer:
     data: Lanes  # u8, shared with the tensor
     inside: Lanes | None  # bool, for a tensor with gaps
     constant: bool  # a weight, which no kernel writes
+    name: str = ""
+    unordered: bool = False  # read and written without order, on purpose: no race is looked for
+    history: History | None = None  # of a cooperative launch
+    views: dict[int, Lanes] = field(default_factory=dict)  # words of so many bytes
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a tensor'} {tuple(self.tensor.shape)}"
+
+    def words(self, size: int) -> Lanes | None:
+        """The bytes as words of `size` bytes; None where these would not be aligned."""
+        if size not in self.views and size in (2, 4, 8, 16) and self.start % size == 0:
+            whole = self.data[: len(self.data) // size * size]
+            self.views[size] = whole.view("V16" if size == 16 else f"u{size}")
+        return self.views.get(size)
+
+    def take(self, offsets: Lanes, size: int) -> Lanes:
+        """[n, size] u8."""
+        words = self.words(size)
+        if len(offsets) == 1:
+            return self.data[offsets[0] : offsets[0] + size].copy()[None]
+        if words is None:
+            return self.data[offsets[:, None] + np.arange(size)]
+        return words[offsets // size].view(np.uint8).reshape(len(offsets), size)
+
+    def put(self, offsets: Lanes, values: Lanes) -> None:
+        size = values.shape[1]
+        words = self.words(size)
+        if words is None:
+            self.data[offsets[:, None] + np.arange(size)] = values
+        else:
+            words[offsets // size] = np.ascontiguousarray(values).view(words.dtype)[:, 0]
 
 
-def buffer_of(tensor: torch.Tensor, constant: bool) -> Buffer:
+def buffer_of(
+    tensor: torch.Tensor, constant: bool, name: str = "", unordered: bool = False
+) -> Buffer:
     size = tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     num_bytes = (last + 1) * size
@@ -39,19 +75,38 @@ def buffer_of(tensor: torch.Tensor, constant: bool) -> Buffer:
         held = torch.zeros(last + 1, dtype=torch.bool)
         held.as_strided(tensor.shape, tensor.stride()).fill_(True)
         inside = held.numpy().repeat(size)
-    return Buffer(tensor, tensor.data_ptr(), np.frombuffer(raw, np.uint8), inside, constant)
+    data = np.frombuffer(raw, np.uint8)
+    return Buffer(tensor, tensor.data_ptr(), data, inside, constant, name, unordered)
 
 
-@dataclass
 class Global:
     """What a launch may touch."""
 
-    buffers: list[Buffer]
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self.buffers = sorted(buffers, key=lambda b: b.start)
+        self.starts = [b.start for b in self.buffers]
 
-    def places(self, at: Lanes, size: int) -> list[tuple[Buffer, Lanes, Lanes]]:
-        """Of accesses [n] of `size` bytes: (buffer, which of them, bytes [., size] in it)."""
-        if (at % min(size, 16)).any():
+    def track(self, num_warps: int, warps_per_cta: int) -> None:
+        """Looks for races from now on. Units are as small as what a buffer's warps share."""
+        end = 0
+        for b in self.buffers:
+            assert b.start >= end or b.constant, f"{b} overlaps another tensor"
+            end = max(end, b.start + len(b.data))
+            if not (b.constant or b.unordered):
+                unit = min(max(b.tensor.element_size(), 2), 4)
+                b.history = History(len(b.data), unit, num_warps, warps_per_cta)
+
+    def places(self, at: Lanes, size: int) -> list[tuple[Buffer, Any, Lanes]]:
+        """Of accesses [n] of `size` bytes: (buffer, which of them, offsets in it)."""
+        every = at.tolist()
+        low, high = min(every), max(every)
+        if (at & (min(size, 16) - 1)).any():
             raise Fault(f"global access of {size} bytes at an address that is no multiple of it")
+        first = bisect_right(self.starts, low) - 1
+        if first >= 0:
+            b = self.buffers[first]
+            if b.inside is None and high + size <= b.start + len(b.data):
+                return [(b, slice(None), at - b.start)]
         found, missing = [], np.ones(len(at), bool)
         for b in self.buffers:
             within = missing & (at >= b.start) & (at + size <= b.start + len(b.data))
@@ -60,33 +115,85 @@ class Global:
             if b.inside is not None:
                 spots = (at[within] - b.start)[:, None] + np.arange(size)
                 within[within] = b.inside[spots].all(1)
-            found.append((b, within, (at[within] - b.start)[:, None] + np.arange(size)))
+            found.append((b, within, at[within] - b.start))
             missing &= ~within
         if missing.any():
-            raise Fault(f"global access outside every tensor: {self.near(at[missing])}")
+            raise Fault(f"global access outside every tensor: {self.near(int(at[missing][0]))}")
         return found
 
-    def near(self, at: Lanes) -> str:
-        nearest = min(self.buffers, key=lambda b: abs(int(at[0]) - b.start))
-        offset, shape = int(at[0]) - nearest.start, tuple(nearest.tensor.shape)
-        return f"byte {offset} of the {len(nearest.data)} of {shape}"
+    def near(self, at: int) -> str:
+        nearest = min(self.buffers, key=lambda b: abs(at - b.start))
+        offset = at - nearest.start
+        return f"byte {offset} of the {len(nearest.data)} of {nearest}"
 
-    def load(self, at: Lanes, size: int, early: bool) -> Lanes:
+    def load(self, at: Lanes, size: int, early: bool, by: By | None = None) -> Lanes:
         """[n, size] u8; `early`: before what earlier kernels wrote is there."""
-        out = np.zeros((len(at), size), np.uint8)
-        for buffer, which, spots in self.places(at, size):
+        places = self.places(at, size)
+        out = np.zeros((len(at), size), np.uint8) if len(places) > 1 else None
+        for buffer, which, offsets in places:
             if early and not buffer.constant:
-                shape = tuple(buffer.tensor.shape)
-                raise Fault(f"{shape} is read before griddepcontrol.wait, and is no weight")
-            out[which] = buffer.data[spots]
+                raise Fault(f"{buffer} is read before griddepcontrol.wait, and is no weight")
+            if by and buffer.history:
+                note(buffer, History.note_read, offsets, size, by)
+            if out is None:
+                return buffer.take(offsets, size)
+            out[which] = buffer.take(offsets, size)
+        assert out is not None
         return out
 
-    def store(self, at: Lanes, values: Lanes) -> None:
+    def store(self, at: Lanes, values: Lanes, by: By | None = None) -> None:
         """values [n, size] u8."""
-        for buffer, which, spots in self.places(at, values.shape[1]):
+        size = values.shape[1]
+        for buffer, which, offsets in self.places(at, size):
             if buffer.constant:
-                raise Fault(f"a store to a weight {tuple(buffer.tensor.shape)}")
-            buffer.data[spots] = values[which]
+                raise Fault(f"a store to a weight {buffer}")
+            if by and buffer.history:
+                note(buffer, History.note_write, offsets, size, by)
+            buffer.put(offsets, values[which])
+
+    def landed(self, at: Lanes, size: int, column: int, time: int) -> None:
+        """What a copy read is free to be written from `time` of CTA's copies on."""
+        for buffer, _, offsets in self.places(at, size):
+            if buffer.history:
+                buffer.history.note_landed(buffer.history.units(offsets, size), column, time)
+
+    # ---- words that CTAs count in ----
+
+    def word(self, address: int) -> int:
+        ((buffer, _, offsets),) = self.places(np.array([address]), 4)
+        return int(buffer.take(offsets, 4).view(np.uint32)[0, 0])
+
+    def look(self, address: int, by: By) -> int:
+        """By a load with acquire."""
+        ((buffer, _, offsets),) = self.places(np.array([address]), 4)
+        if buffer.history:
+            note(buffer, History.note_look, offsets, 4, by)
+        return int(buffer.take(offsets, 4).view(np.uint32)[0, 0])
+
+    def add(self, address: int, value: int, by: By) -> None:
+        """With release."""
+        ((buffer, _, offsets),) = self.places(np.array([address]), 4)
+        if buffer.constant:
+            raise Fault(f"an addition to a weight {buffer}")
+        if buffer.history:
+            note(buffer, History.note_count, offsets, 4, by)
+        total = (self.word(address) + value) % (1 << 32)
+        buffer.put(offsets, np.array([[total]], np.uint32).view(np.uint8))
+
+
+def note(
+    buffer: Buffer,
+    how: Callable[[History, Lanes, By], None],
+    offsets: Lanes,
+    size: int,
+    by: By,
+) -> None:
+    assert buffer.history is not None
+    try:
+        how(buffer.history, buffer.history.units(offsets, size), by)
+    except Race as race:
+        byte = race.unit * buffer.history.unit
+        raise Fault(f"race: byte {byte} of {buffer} was {race.sentence}") from None
 
 
 class Shared:
@@ -99,15 +206,17 @@ class Shared:
     written to are NaN, as a row that is not there may be computed on but must not be used.
     """
 
-    def __init__(self, size: int, num_warps: int):
+    def __init__(self, size: int, num_warps: int, first_warp: int = 0):
+        """Accessed by `num_warps` warps of the cluster, from `first_warp` on."""
         words = (size + 3) // 4
-        self.size = size
+        self.size, self.first_warp = size, first_warp
+        self.warps = slice(first_warp, first_warp + num_warps)
         self.data = np.full(4 * words, 0xFF, np.uint8)
         self.pending = np.zeros(4 * words, bool)  # a copy to it is under way
-        self.writer = np.zeros(words, np.int64)
-        self.written = np.zeros(words, np.int64)
+        self.writer = np.zeros(words, np.int32)
+        self.written = np.zeros(words, np.int32)
         self.atomic = np.zeros(words, bool)
-        self.read = np.zeros((words, num_warps), np.int64)
+        self.read = np.zeros((words, num_warps), np.int32)
 
     def spots(self, at: Lanes, size: int) -> Lanes:
         """[n, size] indices of bytes."""
@@ -125,7 +234,7 @@ class Shared:
         words = spots[:, ::4] // 4
         if (clock[self.writer[words]] < self.written[words]).any():
             raise Fault(f"race: shared byte {spots[0, 0]} is read, which another warp has written")
-        self.read[words, warp] = clock[warp]
+        self.read[words, warp - self.first_warp] = clock[warp]
         return self.data[spots]
 
     def claim(self, words: Lanes, warp: int, clock: Lanes, harmless: Lanes) -> None:
@@ -136,7 +245,7 @@ class Shared:
         late = clock[self.writer[words]] < self.written[words]
         if (late & ~harmless).any():
             raise Fault(f"race: two warps write shared byte {4 * words[0]}")
-        if (self.read[words] > clock[: self.read.shape[1]]).any():
+        if (self.read[words] > clock[self.warps]).any():
             raise Fault(
                 f"race: shared byte {4 * words[0]} is written, another warp may read it yet"
             )
@@ -145,10 +254,10 @@ class Shared:
 
     def store(self, at: Lanes, values: Lanes, warp: int, clock: Lanes) -> None:
         """values [n, size] u8."""
-        assert values.shape[1] % 4 == 0, "parts of a word are not tracked"
-        spots = self.spots(at, values.shape[1])
+        size = values.shape[1]  # of half a word the whole word is noted
+        spots = self.spots(at, size)
         words = (spots[:, ::4] // 4).reshape(-1)
-        same = (self.data[spots] == values).reshape(len(words), 4).all(1)
+        same = (self.data[spots] == values).reshape(len(words), min(size, 4)).all(1)
         self.claim(words, warp, clock, same & ~self.pending[4 * words])
         self.data[spots], self.atomic[words] = values, False
 

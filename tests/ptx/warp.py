@@ -16,6 +16,7 @@ import numpy as np
 from ptx.arithmetic import RANK_SHIFT
 from ptx.instructions import Lanes, Program, Statement
 from ptx.memory import Fault, Global, Mbarrier, Shared, gathered, lanes_of, spread
+from ptx.races import IN_FLIGHT, By
 
 ALL = np.ones(32, bool)
 ALL.flags.writeable = False
@@ -28,23 +29,42 @@ class CTA:
     rank: int
     shared: Shared
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
+    landed: int = 0  # bulk copies
     barriers: dict[int, list[Warp]] = field(default_factory=dict)  # who waits at which
     warps: list[Warp] = field(default_factory=list)
 
 
 class Cluster:
-    """Some CTAs that run together, what they share, and the copies under way to them."""
+    """Some CTAs that run together, what they share, and the copies under way to them.
 
-    def __init__(self, program: Program, memory: Global, ctas: list[CTA], params: list[Lanes]):
+    `cooperative`: they are a whole grid, no cluster, and hand data over in global memory.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memory: Global,
+        ctas: list[CTA],
+        params: list[Lanes],
+        cooperative: bool = False,
+    ):
         self.program, self.memory, self.ctas, self.params = program, memory, ctas, params
+        self.cooperative = cooperative
         per_cta = program.threads // 32
         total = per_cta * len(ctas)
-        # [warp, warp], and a column for "follows griddepcontrol.wait"
-        self.clock = np.zeros((total, total + 1), np.int64)
+        # What each warp knows. Columns: each warp's time; each CTA's bulk copies that have landed;
+        # each warp's time as the async proxy sees it; "follows griddepcontrol.wait".
+        self.clock = np.zeros((total, 2 * total + len(ctas) + 1), np.int64)
         np.fill_diagonal(self.clock, 1)
+        self.times, self.async_times = slice(0, total), slice(total + len(ctas), -1)
+        self.first_copy = total  # column
+        self.released: dict[int, Lanes] = {}  # clock of what was released at an address
+        self.ticks = 0  # of %globaltimer
+        if cooperative:
+            self.clock[:, -1] = 1  # such kernels do not begin before the one ahead has ended
         self.copies: list[Callable[[], None]] = []
         self.arrived, self.phase = 0, 0  # of the cluster barrier
-        self.collected = self.published = np.zeros(total + 1, np.int64)
+        self.collected = self.published = np.zeros_like(self.clock[0])
         for cta in ctas:
             cta.warps = [Warp(self, cta, w, cta.rank * per_cta + w) for w in range(per_cta)]
         self.warps = [w for cta in ctas for w in cta.warps]
@@ -54,7 +74,9 @@ class Warp:
     def __init__(self, cluster: Cluster, cta: CTA, number: int, row: int):
         self.cluster, self.cta, self.row = cluster, cta, row
         self.params = cluster.params
-        self.state = "run"  # or done, bar, cluster, mbarrier: what it waits for
+        self.state = "run"  # or done, bar, cluster, mbarrier, look: what it waits for
+        self.waits_at = ""
+        self.seen: list[tuple[int, int]] = []  # addresses and words of the last ld.acquire
         self.common: int | None = 0  # the next block of all lanes, or None where they differ
         self.pc = np.zeros(32, np.int64)  # of each lane, -1 when it has ended
         self.parked = np.zeros(32, bool)  # lanes that wait for the others of the warp
@@ -63,7 +85,8 @@ class Warp:
         self.cluster_phase: int | None = None  # in which it has arrived and not waited
         self.line = ""  # the last access, for messages
         lane = np.arange(32, dtype=np.uint32)
-        same = [np.full(32, v, np.uint32) for v in (cta.rank, *cta.index, *cta.grid)]
+        rank = 0 if cluster.cooperative else cta.rank
+        same = [np.full(32, v, np.uint32) for v in (rank, *cta.index, *cta.grid)]
         specials = [lane + np.uint32(32 * number), lane, *same]
         kinds = cluster.program.kinds[len(specials) :]
         self.registers = [*specials, *(poison(k) for k in kinds)]
@@ -74,11 +97,17 @@ class Warp:
 
     # ---- control ----
 
-    def advance(self) -> bool:
-        """Runs until the warp waits or ends; False if it could not move."""
+    def advance(self, again: bool = False) -> bool:
+        """Runs until the warp waits or ends; False if it could not move.
+
+        A warp that polls runs on when what it looks at has changed, or if told to look `again`.
+        """
         if self.state in ("done", "bar") or (self.state == "cluster" and not self.cluster_passed()):
             return False
-        moved = False
+        if self.state == "look" and not again and not self.seen_changes():
+            return False
+        moved, seen = False, self.seen
+        self.seen = []
         while True:
             where = self.choose()
             if where is None:
@@ -95,12 +124,12 @@ class Warp:
                         self, self.registers, active
                     )
                 except Fault as fault:
-                    raise Fault(
-                        f"{fault} (CTA {self.cta.index}, warp {self.row}, {self.line})"
-                    ) from None
+                    raise Fault(f"{fault} ({self.name()}, {self.line})") from None
             if block.end is None:
                 self.go(mask, where + 1)
             elif not self.end(block.end, block.target, where, mask):
+                if self.state == "look":
+                    return self.seen != seen
                 return moved or self.state != "mbarrier"
             moved = True
 
@@ -144,12 +173,16 @@ class Warp:
         assert s.guard is None, s.text
         if s.name.startswith("mbarrier.try_wait"):
             if not self.passed(s, taken):
-                self.state = "mbarrier"
+                self.state, self.waits_at = "mbarrier", s.text
                 return False
             self.state = "run"
             self.go(mask, where + 1)
             return True
         self.go(mask, where + 1)
+        self.waits_at = s.text
+        if s.name.startswith("ld.acquire"):
+            self.look(s, taken)
+            return False
         if s.name == "bar.sync":
             self.wait_at_barrier(s)
         else:
@@ -167,8 +200,14 @@ class Warp:
             self.pc = np.where(taken, target, after)
             self.common = None
 
+    def name(self) -> str:
+        """With the warp's number in its CTA."""
+        return f"CTA {self.cta.index}, warp {self.row % len(self.cta.warps)}"
+
     def waits_for(self) -> str:
-        return f"warp {self.row} {self.state}"
+        seen = ", ".join(f"{word} in {self.cluster.memory.near(at)}" for at, word in self.seen)
+        kind = f"polls, sees {seen}" if self.state == "look" else f"waits ({self.state})"
+        return f"{self.name()} {kind}: {self.waits_at}"
 
     # ---- barriers ----
 
@@ -227,6 +266,53 @@ class Warp:
     def wait_for_earlier_grids(self) -> None:
         self.clock[-1] = 1
 
+    # ---- between CTAs ----
+
+    def by(self) -> By:
+        clock = self.cluster.clock[self.row]
+        return self.row, clock, int(clock[self.row]), self.line
+
+    def fence_async(self) -> None:
+        c, row = self.cluster, self.clock
+        row[c.async_times] = np.maximum(row[c.async_times], row[c.times])
+        row[self.row] += 1  # what comes after the fence is not covered
+
+    def look(self, s: Statement, active: Lanes) -> None:
+        """ld.acquire; other warps run before this one goes on."""
+        name, _, offset = s.operands[1].strip("[]").partition("+")
+        at = self.value(name)
+        words = np.zeros(32, np.uint32)
+        for i in lanes_of(active):
+            address = int(at[i]) + int(offset or 0)
+            try:
+                words[i] = self.cluster.memory.look(address, self.by())
+            except Fault as fault:
+                raise Fault(f"{fault} ({self.name()}, {s.text})") from None
+            self.seen.append((address, int(words[i])))
+            if address in self.cluster.released:
+                self.follow(self.cluster.released[address])
+        register = self.cluster.program.names[s.operands[0]]
+        self.registers[register] = np.where(active, words, self.registers[register])
+        self.state = "look"
+
+    def seen_changes(self) -> bool:
+        return any(self.cluster.memory.word(at) != word for at, word in self.seen)
+
+    def red_add(self, at: Lanes, word: Lanes, mask: Lanes | None) -> None:
+        """With release."""
+        if not self.clock[-1]:
+            raise Fault("an addition to global memory before griddepcontrol.wait")
+        for i in lanes_of(mask):
+            address = int(at[i])
+            self.cluster.memory.add(address, int(word[i]), self.by())
+            clock = self.publish()
+            before = self.cluster.released.get(address, clock)
+            self.cluster.released[address] = np.maximum(before, clock)
+
+    def time(self) -> Lanes:
+        self.cluster.ticks += 1
+        return np.full(32, self.cluster.ticks, np.uint64)
+
     # ---- mbarriers and copies ----
 
     def mbarrier(self, at: int) -> Mbarrier:
@@ -274,26 +360,41 @@ class Warp:
             n, m = int(size[i]), self.mbarrier(int(at[i]))
             if n < 1 or n % 16:
                 raise Fault(f"a bulk copy of {n} bytes")
-            spots = self.cta.shared.begin_copy(to[i : i + 1], n, self.row, self.clock)[0]
-            whole = self.cluster.memory.load(source[i : i + 1], n, not self.clock[-1])[0]
-            clock = self.publish()
+            self.cluster.copies.append(self.begin_copy(to[i : i + 1], source[i : i + 1], n, m))
 
-            def land(
-                spots: Lanes = spots, m: Mbarrier = m, whole: Lanes = whole, clock: Lanes = clock
-            ) -> None:
-                self.cta.shared.land(spots, whole)
-                m.bytes_due -= len(whole)
-                m.collected = np.maximum(m.collected, clock)
-                m.complete()
+    def begin_copy(self, to: Lanes, source: Lanes, n: int, m: Mbarrier) -> Callable[[], None]:
+        """Asks for n bytes; gives the function that lands them."""
+        cluster, cta = self.cluster, self.cta
+        spots = cta.shared.begin_copy(to, n, self.row, self.clock)[0]
+        column = cluster.first_copy + cta.rank
+        by = (column, self.clock[cluster.async_times], IN_FLIGHT, self.line)
+        whole = cluster.memory.load(source, n, not self.clock[-1], by)[0]
+        clock = self.publish()
 
-            self.cluster.copies.append(land)
+        def land() -> None:
+            cta.shared.land(spots, whole)
+            cta.landed += 1
+            if cluster.cooperative:
+                cluster.memory.landed(source, n, column, cta.landed)
+                clock[column] = cta.landed
+            m.bytes_due -= n
+            m.collected = np.maximum(m.collected, clock)
+            m.complete()
+
+        return land
 
     def copy_16(self, to: Lanes, source: Lanes, mask: Lanes | None) -> None:
         which = lanes_of(mask)
         spots = self.cta.shared.begin_copy(to[which], 16, self.row, self.clock)
-        values = self.cluster.memory.load(source[which], 16, not self.clock[-1])
+        begin = source[which]
+        values = self.cluster.memory.load(begin, 16, not self.clock[-1], self.by())
 
-        self.group.append(functools.partial(self.cta.shared.land, spots, values))
+        def land() -> None:
+            self.cta.shared.land(spots, values)
+            if self.cluster.cooperative:  # it may have read until now
+                self.cluster.memory.landed(begin, 16, self.row, int(self.clock[self.row]))
+
+        self.group.append(land)
 
     def commit_group(self) -> None:
         self.groups.append(self.group)
@@ -308,7 +409,7 @@ class Warp:
 
     def load_global(self, at: Lanes, count: int, size: int, mask: Lanes | None) -> list[Lanes]:
         which = lanes_of(mask)
-        raw = self.cluster.memory.load(at[which], count * size, not self.clock[-1])
+        raw = self.cluster.memory.load(at[which], count * size, not self.clock[-1], self.by())
         return spread(raw, which, count, size)
 
     def load_shared(self, at: Lanes, count: int, size: int, mask: Lanes | None) -> list[Lanes]:
@@ -327,7 +428,7 @@ class Warp:
         if not self.clock[-1]:
             raise Fault("a store to global memory before griddepcontrol.wait")
         which = lanes_of(mask)
-        self.cluster.memory.store(at[which], gathered(values, which))
+        self.cluster.memory.store(at[which], gathered(values, which), self.by())
 
     def store_shared(self, at: Lanes, values: list[Lanes], mask: Lanes | None) -> None:
         which = lanes_of(mask)
@@ -350,7 +451,9 @@ class Warp:
         self.cta.shared.red_or(at[which], word[which], self.row, self.clock)
 
 
+@functools.cache
 def poison(kind: str) -> Lanes:
+    """Registers are not changed in place, so all may share it."""
     return np.zeros(32, bool) if kind == "bool_" else np.full(32, 0xDEAD, kind)
 
 

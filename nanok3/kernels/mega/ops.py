@@ -1,0 +1,421 @@
+"""The ops of the model as the persistent kernel's two kinds of warps read them.
+
+`LoadOps` asks for an op's weights, `ComputeOps` does the op; both have a method for every op of
+`model.py`, called with names where other readings get tensors. What an op waits for and signals
+stands here; how it computes, in the module of the same name. One rank: the exchanges do nothing,
+parts of buffers that other ranks fill are read as the caller left them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64
+
+from nanok3.dsl import (
+    bf16_low,
+    ld_global_f32,
+    ld_global_i64,
+    ld_global_u16,
+    ld_shared_f32,
+    pack_bf16,
+    rsqrt_approx,
+    select_f32,
+    situ,
+    st_global_f32,
+    st_global_u16,
+    st_shared_f32,
+    st_shared_u16,
+    tree,
+    warp_sum,
+)
+from nanok3.kernels.mega.linear import (
+    THREADS,
+    Own,
+    Parts,
+    Rounded,
+    rounded,
+    stage_rows,
+    x_stride,
+)
+from nanok3.kernels.mega.role import Compute, Loader
+from nanok3.kernels.mega.sizes import PASS, TILE, WARPS
+
+NEXT = {"attn": ("mlp.score", "mlp.streams", 1), "mlp": ("next.score", "next.streams", 0)}
+HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
+
+
+def product_of(weight: str) -> str:
+    """The product that multiplies by a field."""
+    return "moe_in" if weight == "moe.in_proj" else weight.removeprefix("moe.")
+
+
+class LoadOps(Loader):
+    """The loader warp's reading. It counts the signals of each op as the compute warps do."""
+
+    def load(self, weight: str):
+        self.fresh()
+        self.program.products[product_of(weight)].load(self, self.field(weight))
+
+    def start(self):
+        self.signal("start")
+
+    def stop(self):
+        pass
+
+    def embed(self, ids, table, *, out):
+        pass
+
+    def attn_res(self, delta, streams, w, fresh, *, out):
+        self.signal("stats")
+
+    def linear(self, x, weight, *, out):
+        self.load(weight)
+        if out not in ("delta_sum", "shared_sum"):
+            self.signal(out)
+
+    def kda(self, x, w, conv_state, state, state_slots, *, out):
+        self.fresh()
+        self.program.units["kda"].load(self)
+        self.signal("kda_heads")
+
+    def mla_latent(self, x, w, cache, slot_mapping, *, out):
+        self.signal("q_latent")
+
+    def mla(self, q, x, w, cache, block_table, positions, block_size, *, out):
+        self.fresh()
+        self.program.units["mla"].load(self)
+
+    def gate_up(self, x, weight, *, out):
+        self.load(weight)
+        self.signal("dense_in")
+        self.signal("dense_act")
+
+    def moe_in(self, x, w, *, out):
+        self.load("moe.in_proj")
+        self.signal("moe_in")
+        self.signal("shared_act")
+
+    def route(self, logits, w, *, out):
+        pass
+
+    def experts(self, latent, ids, weights, w, *, out):
+        self.fresh()
+        self.program.units["experts"].load(self)
+
+    def latent_up(self, routed, shared, w, *, out):
+        self.load("moe.latent_up")
+        self.signal("latent_up")
+
+    def lm_head(self, x, weight, rows, *, out):
+        self.load("lm_head")
+        self.signal("lm_head")
+
+    def all_reduce(self, part, *, out):
+        pass
+
+    def all_gather(self, parts, *, out):
+        pass
+
+    def reduce_moe(self, parts, *, out):
+        pass
+
+
+class ComputeOps(Compute):
+    """The compute warps' reading."""
+
+    def __init__(self, program: Any, env: dict[str, Any]) -> None:
+        super().__init__(program, env)
+        self.sub = "attn"  # whose AttnRes weights are in use: "attn", "mlp" or "output"
+
+    # ---- first and last ----
+
+    def start(self):
+        """delta and the current stream of the own columns, and what the first AttnRes needs."""
+        self.begin("start")
+        last = self.number("attn.streams") - 1
+        if self.program.whole:
+            self.program.texts["embed"](self)
+        else:
+            self.read_own(last)
+        attn_res, score = self.program.attn_res, self.field("attn.score")
+        attn_res.score_ahead(self, score, last, 0, self.num_tokens)
+        self.signal("start")
+        self.wait("start")
+        attn_res.prepare(self, score, last, 0)
+
+    @cute.jit
+    def read_own(self, last: Int32):
+        """Own columns of the caller's delta and of the stream that the first layer adds to."""
+        attn_res = self.program.attn_res
+        for index in cutlass.range(self.tid, attn_res.values, THREADS, unroll=1):
+            row = index // TILE % self.sizes.pass_rows
+            column, there = attn_res.column(self, index)
+            if there & (row < self.num_tokens):
+                at = Int64((row * self.sizes.hidden + column) * 2)
+                st_shared_f32(
+                    self.shared("delta") + index * 4, bf16_low(ld_global_u16(self.delta + at))
+                )
+                current = bf16_low(ld_global_u16(attn_res.stream(self, last) + at))
+                st_shared_f32(self.shared("current") + index * 4, current)
+
+    def stop(self):
+        self.begin("stop")
+        self.write_own()
+
+    @cute.jit
+    def write_own(self):
+        """delta of the own columns, to the caller."""
+        self.bar()
+        attn_res = self.program.attn_res
+        for index in cutlass.range(self.tid, attn_res.values, THREADS, unroll=1):
+            row = index // TILE % self.sizes.pass_rows
+            column, there = attn_res.column(self, index)
+            if there & (row < self.num_tokens):
+                at = self.delta + Int64((row * self.sizes.hidden + column) * 2)
+                value = ld_shared_f32(self.shared("delta") + index * 4)
+                st_global_u16(at, pack_bf16(value, Float32(0.0)))
+
+    def embed(self, ids, table, *, out):
+        self.embed_own()
+
+    @cute.jit
+    def embed_own(self):
+        """Rows of the table; a row whose id is another rank's is zero."""
+        attn_res, sizes = self.program.attn_res, self.sizes
+        for index in cutlass.range(self.tid, attn_res.values, THREADS, unroll=1):
+            row = index // TILE % sizes.pass_rows
+            column, there = attn_res.column(self, index)
+            value = Float32(0.0)
+            if there & (row < self.num_tokens):
+                id_ = Int32(ld_global_i64(self.input_ids + Int64(row * 8))) - sizes.embed_first
+                if (id_ >= 0) & (id_ < sizes.embed_rows):
+                    at = (Int64(id_) * sizes.hidden + Int64(column)) * 2
+                    value = bf16_low(ld_global_u16(self.embed_table + at))
+            st_shared_f32(self.shared("delta") + index * 4, value)
+
+    # ---- AttnRes, and the products that read x ----
+
+    def attn_res(self, delta, streams, w, fresh, *, out):
+        self.begin(f"{w}_res")
+        self.sub = w
+        last = self.number(f"{w}.streams") - 1
+        is_fresh = Int32(0) if w == "output" else self.number(f"{w}.fresh")
+        self.program.attn_res.update(self, last, is_fresh, self.num_tokens)
+        self.signal("stats")
+
+    def from_x(self, product: str, buffer: str):
+        """x from the streams, a K slice's product with it, and the next AttnRes's scores."""
+        self.begin(product)
+        linear, attn_res, sub = self.program.products[product], self.program.attn_res, self.sub
+        last, x = self.number(f"{sub}.streams") - 1, self.shared("scratch")
+        width = linear.product.part_width
+        first = linear.place(self)[0] * width
+        norm = self.field(f"{sub}.norm")
+        attn_res.stage(self, norm, last, HALF[sub], first, width, self.num_tokens, x)
+        self.bar()
+        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product))
+        if sub in NEXT:
+            score, streams, half = NEXT[sub]
+            finished = self.number(streams) - 1
+            attn_res.score_ahead(self, self.field(score), finished, half, self.num_tokens)
+        self.signal(buffer)
+
+    def prepare(self):
+        """What the next AttnRes needs and can have now; after a signal since `from_x`."""
+        score, streams, half = NEXT[self.sub]
+        finished = self.number(streams) - 1
+        self.program.attn_res.prepare(self, self.field(score), finished, half)
+
+    # ---- products ----
+
+    def linear(self, x, weight, *, out):
+        if x == "x":
+            self.from_x(product_of(weight), out)
+            return
+        self.begin(weight)
+        if out == "delta_sum":
+            self.prepare()
+        linear = self.program.products[product_of(weight)]
+        staged = self.shared("scratch")
+        if x != "q_latent":
+            self.wait(x)
+        if x == "q_latent":
+            self.program.units["mla"].stage_q(self, staged)
+        elif x in ("kda_heads", "mla_heads"):
+            self.program.units[x.removesuffix("_heads")].stage(self, staged)
+        else:
+            k = linear.product.k
+            stage_rows(self, self.buffer(x), Int32(2 * k), k, self.num_tokens, staged)
+        self.bar()
+        if out == "q":
+            sink: Any = Rounded(self, "q", linear.product)
+        else:
+            sink = Own(self, "delta" if out == "delta_sum" else "shared")
+        linear.multiply(self, staged, self.num_tokens, sink)
+        if out == "q":
+            self.signal(out)
+
+    def gate_up(self, x, weight, *, out):
+        self.from_x(weight, "dense_in")
+        self.wait("dense_in")
+        product = self.program.products[weight].product
+        self.act("dense_in", "dense_act", product, 0, self.sizes.dense_width)
+        self.signal("dense_act")
+
+    def moe_in(self, x, w, *, out):
+        self.program.units["route"].ahead(self)
+        self.from_x("moe_in", "moe_in")
+        self.wait("moe_in")
+        first = self.sizes.router_tiles + self.sizes.latent_tiles
+        product = self.program.products["moe_in"].product
+        self.act("moe_in", "shared_act", product, first, self.sizes.shared_width)
+        self.signal("shared_act")
+
+    @cute.jit
+    def act(
+        self,
+        source: Constexpr[str],
+        target: Constexpr[str],
+        product: Constexpr,
+        first_tile: Constexpr[int],
+        width: Constexpr[int],
+    ):
+        """SiTU of the sums of K slices: tiles of 8 gate and 8 up rows -> [T, width] bf16."""
+        values = self.num_tokens * width
+        last_first = THREADS - 1 - self.tid  # the last warps: the first ones have other work
+        for i in cutlass.range(
+            last_first * self.sizes.sms + self.cta, values, THREADS * self.sizes.sms, unroll=1
+        ):
+            row, column = i // width, i % width
+            at = (first_tile + column // 8) * TILE + column % 8
+            gate = self.sum_parts(source, product, row, at)
+            up = self.sum_parts(source, product, row, at + 8)
+            value = situ(rounded(gate), rounded(up), self.sizes.beta, self.sizes.linear_beta)
+            to = self.buffer(target) + Int64(row * width + column) * 2
+            st_global_u16(to, pack_bf16(value, Float32(0.0)))
+
+    def sum_parts(self, source, product, row, column):
+        """One value: the K slices' sums in their order, by pairs."""
+        base = self.buffer(source) + Int64(row * product.rows + column) * 4
+        step = self.sizes.pass_rows * product.rows * 4
+        return tree([ld_global_f32(base + Int64(s * step)) for s in range(product.slices)])
+
+    # ---- attention ----
+
+    def kda(self, x, w, conv_state, state, state_slots, *, out):
+        self.begin("kda")
+        self.program.units["kda"].compute(self)
+        self.signal("kda_heads")
+
+    def mla_latent(self, x, w, cache, slot_mapping, *, out):
+        self.begin("mla_latent")
+        self.program.units["mla"].latent(self)
+        self.signal("q_latent")
+
+    def mla(self, q, x, w, cache, block_table, positions, block_size, *, out):
+        self.begin("mla")
+        self.program.units["mla"].compute(self)
+
+    # ---- mixture of experts ----
+
+    def route(self, logits, w, *, out):
+        self.begin("route")
+        self.program.units["route"].compute(self)
+
+    def experts(self, latent, ids, weights, w, *, out):
+        self.begin("experts")
+        self.program.units["experts"].compute(self)
+
+    def latent_up(self, routed, shared, w, *, out):
+        self.begin("latent_up")
+        linear, staged = self.program.products["latent_up"], self.shared("scratch")
+        width = linear.product.part_width
+        first = linear.place(self)[0] * width
+        self.wait("routed")
+        norm = self.field("moe.routed_norm") if self.sizes.routed_norm else Int64(0)
+        self.stage_routed(norm, first, width, staged)
+        self.bar()
+        linear.multiply(self, staged, self.num_tokens, Parts(self, "latent_up", linear.product))
+        self.signal("latent_up")
+
+    @cute.jit
+    def stage_routed(self, norm: Int64, first: Int32, width: Constexpr[int], staged: Int32):
+        """Columns of the routed latent, normalised if the model does; a warp a row."""
+        z, small = self.sizes.latent, self.shared("small")
+        if cutlass.const_expr(self.sizes.routed_norm):
+            for row in cutlass.range(self.warp, self.num_tokens, WARPS, unroll=1):
+                square = Float32(0.0)
+                for i in cutlass.range(self.lane, z, 32, unroll=8):
+                    v = bf16_low(ld_global_u16(self.buffer("routed") + Int64(row * z + i) * 2))
+                    square = square + v * v
+                (square,) = warp_sum([square])
+                if self.lane == 0:
+                    mean = square * Float32(1.0 / z)
+                    st_shared_f32(small + row * 4, rsqrt_approx(mean + Float32(self.sizes.eps)))
+            self.bar()
+        for i in cutlass.range(self.tid, self.num_tokens * width, THREADS, unroll=4):
+            row, column = i // width, i % width
+            at = self.buffer("routed") + Int64(row * z + first + column) * 2
+            value = bf16_low(ld_global_u16(at))
+            if cutlass.const_expr(self.sizes.routed_norm):
+                scale = bf16_low(ld_global_u16(norm + Int64(first + column) * 2))
+                value = rounded(value * ld_shared_f32(small + row * 4)) * scale
+            st_shared_u16(
+                staged + row * x_stride(width) + column * 2, pack_bf16(value, Float32(0.0))
+            )
+
+    # ---- exchanges ----
+
+    def all_reduce(self, part, *, out):
+        pass
+
+    def reduce_moe(self, parts, *, out):
+        pass
+
+    def all_gather(self, parts, *, out):
+        if out == ("delta",):
+            self.begin("combine")
+            self.prepare()
+            self.wait("latent_up")
+            self.combine()
+        elif out == ("logits",):
+            self.begin("logits")
+            self.wait("lm_head")
+            self.write_logits()
+
+    @cute.jit
+    def combine(self):
+        """delta of the own columns: this rank's part of the latent's product, plus the shared
+        expert's; the other ranks' parts as they lie in the caller's delta."""
+        attn_res, sizes = self.program.attn_res, self.sizes
+        product = self.program.products["latent_up"].product
+        for index in cutlass.range(self.tid, attn_res.values, THREADS, unroll=1):
+            row = index // TILE % sizes.pass_rows
+            column, there = attn_res.column(self, index)
+            own = column - sizes.up_first
+            value = Float32(0.0)
+            if there & (row < self.num_tokens):
+                if (own >= 0) & (own < sizes.up_rows):
+                    value = self.sum_parts("latent_up", product, row, own)
+                    value = value + ld_shared_f32(self.shared("shared") + index * 4)
+                else:
+                    at = self.delta + Int64((row * sizes.hidden + column) * 2)
+                    value = bf16_low(ld_global_u16(at))
+            st_shared_f32(self.shared("delta") + index * 4, rounded(value))
+
+    def lm_head(self, x, weight, rows, *, out):
+        self.from_x("lm_head", "lm_head")
+
+    @cute.jit
+    def write_logits(self):
+        product = self.program.products["lm_head"].product
+        values = self.num_tokens * self.sizes.vocab
+        for i in cutlass.range(
+            self.cta * THREADS + self.tid, values, THREADS * self.sizes.sms, unroll=1
+        ):
+            row, column = i // self.sizes.vocab, i % self.sizes.vocab
+            value = self.sum_parts("lm_head", product, row, column)
+            st_global_f32(self.logits + Int64(row * self.logits_stride + column) * 4, value)

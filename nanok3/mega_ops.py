@@ -1,0 +1,326 @@
+"""The `MEGA` reading: the text of the model traced into one launch of the persistent kernel.
+
+`texts` calls the functions of `model.py` with names where other readings have tensors; the kernel
+calls the texts while it is traced. `Mega` holds the table of weights and caches, the workspace and
+the compiled programs, and runs a step. Imports CuTe DSL, like `kernel_ops`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanok3 import model
+from nanok3.cache import Cache
+from nanok3.config import WHOLE, ModelConfig, Shard
+from nanok3.kernels.mega import fields
+from nanok3.kernels.mega.kernel import Program, Text
+from nanok3.kernels.mega.launch import Arguments, launch_mega, stamps_of, workspace
+from nanok3.kernels.mega.sizes import PASS, Sizes
+from nanok3.step import Buffers, Step
+from nanok3.weights import DenseWeights, LayerWeights, MoEWeights, Weights
+
+MAX_ROWS = PASS
+
+
+class MegaError(RuntimeError):
+    """A wait of the persistent kernel gave up; what it computed is not used."""
+
+
+# ---- the text ----
+
+
+def names_of(record: type) -> Any:
+    """A record whose fields are their own names."""
+    names: Any = {name: name for name in record.__dataclass_fields__}  # type: ignore[attr-defined]
+    return record(**names)
+
+
+def texts(config: ModelConfig) -> dict[str, Text]:
+    """The functions of the model that this model's layers need, each of a record of ops."""
+    step, buf = names_of(Step), names_of(Buffers)
+
+    def layer(kind: str) -> Any:
+        own = {"in_proj": f"{kind}.in_proj", "q_b": f"{kind}.q_b", "o_proj": f"{kind}.o_proj"}
+        return LayerWeights(attn_res="attn", attn=kind, mlp_res="mlp", mlp=kind, **own)  # type: ignore[arg-type]
+
+    moe: Any = {name: f"moe.{name}" for name in MoEWeights.__dataclass_fields__}
+    dense: Any = {name: f"dense.{name}" for name in DenseWeights.__dataclass_fields__}
+    ends: Any = {"embed": "embed", "layers": (), "output_res": "output", "lm_head": "lm_head"}
+
+    name: Any = str  # a name where other readings have a tensor
+
+    def kda(ops: Any) -> None:
+        conv_state, state, streams = name("conv_state"), name("state"), name("streams")
+        fresh = name("attn.fresh")
+        model.kda_layer(layer("kda"), conv_state, state, streams, fresh, step, buf, ops)
+
+    def mla(ops: Any) -> None:
+        latent, streams, fresh = name("latent"), name("streams"), name("attn.fresh")
+        model.mla_layer(layer("mla"), latent, streams, fresh, step, buf, ops)
+
+    def moe_text(ops: Any) -> None:
+        streams, fresh = name("streams"), name("mlp.fresh")
+        model.latent_moe(layer("moe"), MoEWeights(**moe), streams, fresh, buf, ops)
+
+    def dense_text(ops: Any) -> None:
+        streams, fresh = name("streams"), name("mlp.fresh")
+        model.dense_mlp(layer("dense"), DenseWeights(**dense), streams, fresh, buf, ops)
+
+    def head(ops: Any) -> None:
+        model.head(Weights(**ends), buf.streams, step, buf, ops)
+
+    def embed(ops: Any) -> None:
+        model.embedding(Weights(**ends), step, buf, ops)
+
+    numbers = range(config.num_hidden_layers)
+    made: dict[str, Text] = {"head": head, "embed": embed}
+    if any(config.is_kda(i) for i in numbers):
+        made["kda"] = kda
+    if not all(config.is_kda(i) for i in numbers):
+        made["mla"] = mla
+    if any(config.is_moe(i) for i in numbers):
+        made["moe"] = moe_text
+    if not all(config.is_moe(i) for i in numbers):
+        made["dense"] = dense_text
+    return made
+
+
+# ---- sizes and table ----
+
+
+def sizes_of(
+    config: ModelConfig, shard: Shard, pass_rows: int, sms: int, block_size: int, most_blocks: int
+) -> Sizes:
+    c, kda = config, config.linear_attn_config
+    dense = not all(c.is_moe(i) for i in range(c.num_hidden_layers))
+
+    def first(width: int) -> int:
+        return shard.rank * shard.local(width)
+
+    return Sizes(
+        sms=sms,
+        pass_rows=pass_rows,
+        hidden=c.hidden_size,
+        kda_heads=shard.local(kda.num_heads),
+        mla_heads=shard.local(c.num_attention_heads),
+        q_rank=c.q_lora_rank,
+        kv_rank=c.kv_lora_rank,
+        nope_dim=c.qk_nope_head_dim,
+        rope_dim=c.qk_rope_head_dim,
+        value_dim=c.v_head_dim,
+        num_experts=c.num_experts,
+        top_k=c.num_experts_per_token,
+        latent=c.routed_expert_hidden_size,
+        expert_width=shard.local(c.moe_intermediate_size),
+        shared_width=shard.local(c.shared_intermediate_size),
+        dense_width=shard.local(c.intermediate_size) if dense else 0,
+        vocab=shard.local(c.vocab_size),
+        router_rows=shard.local(c.num_experts),
+        latent_rows=shard.local(c.routed_expert_hidden_size),
+        up_rows=shard.local(c.hidden_size),
+        router_first=first(c.num_experts),
+        latent_first=first(c.routed_expert_hidden_size),
+        up_first=first(c.hidden_size),
+        embed_rows=shard.local(c.vocab_size),
+        embed_first=first(c.vocab_size),
+        most_blocks=most_blocks,
+        block_size=block_size,
+        eps=c.rms_norm_eps,
+        beta=c.activation_situ_beta,
+        linear_beta=c.activation_situ_linear_beta,
+        lower_bound=kda.gate_lower_bound,
+        routed_norm=c.latent_moe_use_norm,
+        renormalize=c.moe_renormalize,
+        scaling=c.routed_scaling_factor,
+        softmax_scale=c.qk_head_dim**-0.5,
+    )
+
+
+def table_of(
+    config: ModelConfig, w: Weights, cache: Cache, numbers: Sequence[int] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Rows of `fields` for the layers of `w` and for the head -> [L + 1, 32] i64, and the tensors
+    whose addresses it holds. `numbers` of the layers in the model; packed weights."""
+    kept: list[Tensor] = []
+    rows = []
+    numbers = range(len(w.layers)) if numbers is None else numbers
+    streams = [-(-i // config.attn_res_block_size) + 1 for i in numbers] + [config.num_res_blocks]
+    following = [*(layer.attn_res for layer in w.layers[1:]), w.output_res]
+    for at, (i, layer) in enumerate(zip(numbers, w.layers, strict=True)):
+        entries = layer_entries(config, i, layer, cache)
+        entries |= {"next.score": following[at].score, "next.streams": streams[at + 1]}
+        rows.append(row_of(entries, kept))
+    head: dict[str, Any] = {
+        "output.norm": w.output_res.norm,
+        "output.streams": config.num_res_blocks,
+        "lm_head": w.lm_head,
+    }
+    if not w.layers:
+        head["attn.score"] = w.output_res.score
+    rows.append(row_of(head, kept))
+    return torch.tensor(rows, dtype=torch.int64, device=w.output_res.score.device), kept
+
+
+def row_of(entries: dict[str, Any], kept: list[Tensor]) -> list[int]:
+    row = [0] * fields.ENTRIES
+    for name, value in entries.items():
+        if not isinstance(value, int):
+            tensor = getattr(value, "tensor", None)  # Packed
+            tensor = getattr(value, "tiles", None) if tensor is None else tensor  # PackedExperts
+            tensor = value if tensor is None else tensor
+            assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0, name
+            kept.append(tensor)
+            value = tensor.data_ptr()
+        row[fields.entry(name)] = value
+    return row
+
+
+def layer_entries(config: ModelConfig, i: int, w: LayerWeights, cache: Cache) -> dict[str, Any]:
+    res_block, is_kda = config.attn_res_block_size, config.is_kda(i)
+    mlp: Any = w.mlp
+    is_moe = not isinstance(mlp, DenseWeights)
+    attn: Any = w.attn
+    entries = {
+        "kind": fields.KDA * is_kda + fields.MOE * is_moe,
+        "attn.score": w.attn_res.score,
+        "attn.norm": w.attn_res.norm,
+        "attn.streams": -(-i // res_block) + 1,
+        "attn.fresh": int(i == 0),
+        "mlp.score": w.mlp_res.score,
+        "mlp.norm": w.mlp_res.norm,
+        "mlp.streams": i // res_block + 2,
+        "mlp.fresh": int(i % res_block == 0),
+        "o_proj": w.o_proj,
+    }
+    if is_kda:
+        k = config.kda_layer_ids.index(i)
+        entries |= {"kda.in_proj": w.in_proj, "kda.conv_state": cache.conv_state[k]}
+        entries |= {"kda.state": cache.state[k]}
+        for name in ("conv", "f_b", "A_log", "dt_bias", "o_norm"):
+            entries[f"kda.{name}"] = getattr(attn, name)
+    else:
+        m = config.mla_layer_ids.index(i)
+        entries |= {"mla.in_proj": w.in_proj, "mla.q_b": w.q_b, "mla.cache": cache.latent[m]}
+        for name in ("q_norm", "kv_norm", "absorb", "value"):
+            entries[f"mla.{name}"] = getattr(attn, name)
+    if is_moe:
+        entries |= {
+            "moe.in_proj": mlp.in_proj,
+            "moe.bias": mlp.router.bias,
+            "moe.w13": mlp.experts.w13,
+            "moe.w2": mlp.experts.w2,
+            "moe.shared_down": mlp.shared_down,
+            "moe.latent_up": mlp.latent_up.weight,
+        }
+        if mlp.latent_up.norm is not None:
+            entries["moe.routed_norm"] = mlp.latent_up.norm
+    else:
+        entries |= {"dense.gate_up": mlp.gate_up.weight, "dense.down": mlp.down}
+    return entries
+
+
+# ---- running ----
+
+
+@functools.cache
+def program_of(config: ModelConfig, sizes: Sizes, whole: bool, **options: Any) -> Program:
+    """One for all that run the same: it takes some seconds to compile."""
+    return Program(sizes, texts(config), whole=whole, **options)
+
+
+@dataclass(frozen=True)
+class Space:
+    """A program and what it writes to."""
+
+    program: Program
+    work: Tensor  # bytes
+    sync: Tensor  # bytes, see kernels/mega/role.py
+    stamps: Tensor | None  # [SMs, events, 4] i32, of a program that has them
+
+
+class Mega:
+    """Runs steps of up to 8 rows of a rank; `whole`: embedding to logits, else layers only."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        w: Weights,
+        cache: Cache,
+        block_size: int,
+        max_blocks: int,
+        *,
+        shard: Shard = WHOLE,
+        whole: bool = True,
+        layers: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        """w: packed (`kernel_ops.pack_weights`); layers: their numbers in the model, all of them if
+        not given; options: of `Program`."""
+        self.config, self.weights, self.cache, self.shard = config, w, cache, shard
+        self._block_size, self._max_blocks = block_size, max_blocks
+        self._whole, self._options = whole, options
+        self._table, self._kept = table_of(config, w, cache, layers)
+        self.space = functools.cache(self._space)
+
+    def _space(self, pass_rows: int) -> Space:
+        device = self._table.device
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        c, blocks = self.config, self._max_blocks
+        sizes = sizes_of(c, self.shard, pass_rows, sms, self._block_size, blocks)
+        program = program_of(c, sizes, self._whole, **self._options)
+        return Space(program, *workspace(program, str(device)), stamps_of(program, str(device)))
+
+    def run(self, step: Step, buf: Buffers) -> None:
+        """One launch. Logits go to `buf.logits_part`; with layers only, `buf.delta` is read and
+        left as the last layer's."""
+        tokens = len(step.input_ids)
+        assert 1 <= tokens <= MAX_ROWS, f"{tokens} rows; the persistent kernel takes up to 8"
+        assert step.block_table.shape[1] <= self._max_blocks and step.block_table.is_contiguous()
+        assert isinstance(buf.streams, Tensor)
+        space = self.space(1 if tokens == 1 else PASS)
+        if space.stamps is not None:
+            space.stamps.zero_()
+        arguments = Arguments(
+            table=self._table,
+            embed_table=self.weights.embed.table,
+            input_ids=step.input_ids,
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            block_table=step.block_table,
+            state_slots=step.state_slots,
+            streams=buf.streams,
+            delta=buf.delta,
+            router_logits=buf.router_logits,
+            latent=buf.latent,
+            topk_ids=buf.topk_ids,
+            topk_weights=buf.topk_weights,
+            logits=buf.logits_part,
+            num_layers=len(self.weights.layers),
+            num_blocks=self.cache.latent.shape[1] // self._block_size,
+        )
+        launch_mega(space.program, space.work, space.sync, arguments, space.stamps)
+
+    def check(self) -> None:
+        """MegaError if a wait gave up since the last call; to be called when a step's results are
+        read. Afterwards the next step starts clean."""
+        for pass_rows in (1, PASS):
+            if self.space.cache_info().currsize:
+                space = self.space(pass_rows)
+                record = space.sync.view(torch.int32)[4:9].tolist()
+                if record[0]:
+                    space.sync.zero_()
+                    raise MegaError(describe(space.program, record))
+
+
+def describe(program: Program, record: list[int]) -> str:
+    op, cta, signal, goal, seen = record
+    return (
+        f"the persistent kernel gave up waiting: rank's CTA {cta} in {program.op_names[op - 1]}, "
+        f"signal {signal}: {goal} arrivals expected, {seen} seen; this step's results are dropped"
+    )

@@ -1,0 +1,337 @@
+"""`mega.kda` against the reference: a cooperative grid with the role's own counters, no loader.
+
+Each layer the CTAs copy their share of kda_in, then do what `ops` does around KDA. CTAs are few, so
+that one has several units, or many, so that units are spread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compare import check_bf16, check_close, check_equal
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+from ptx.launch import ARCH, Emulator
+from ptx.memory import Fault, buffer_of
+
+from kernels.test_kda_decode import (
+    D,
+    caches,
+    doubled,
+    exact_weights,
+    inputs,
+    reference,
+    settled,
+    walk,
+    weights,
+)
+from nanok3.dsl import (
+    ARCHS,
+    address,
+    arch_of,
+    compile_kernel,
+    launch,
+    ld_global_u32,
+    ld_shared_u32,
+    st_global_u32,
+)
+from nanok3.kernels.mega.fields import ENTRIES, entry
+from nanok3.kernels.mega.kda import KDA
+from nanok3.kernels.mega.linear import THREADS, x_stride
+from nanok3.kernels.mega.role import SYNC_BYTES, Compute
+from nanok3.kernels.mega.sizes import Sizes
+from nanok3.reference.kda import KDAWeights
+
+ADDRESSES = ("table", "work", "sync", "state_slots", "given", "out")
+
+
+class Layers:
+    """given [layers, bytes of kda_in] -> out [layers, SMs, T, H * D] bf16: x as each CTA has it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes, self.kda = sizes, KDA(sizes)
+
+    @cute.jit
+    def __call__(
+        self,
+        table: Int64,
+        work: Int64,
+        sync: Int64,
+        state_slots: Int64,
+        given: Int64,
+        out: Int64,
+        num_reqs: Int32,
+        num_tokens: Int32,
+        num_layers: Int32,
+        stream,
+    ):
+        self.kernel(
+            *(table, work, sync, state_slots, given, out, num_reqs, num_tokens, num_layers)
+        ).launch(
+            grid=(self.sizes.sms, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        table: Int64,
+        work: Int64,
+        sync: Int64,
+        state_slots: Int64,
+        given: Int64,
+        out: Int64,
+        num_reqs: Int32,
+        num_tokens: Int32,
+        num_layers: Int32,
+    ):
+        areas = SmemAllocator().allocate(self.kda.scratch_bytes, byte_alignment=128)
+        program = SimpleNamespace(
+            sizes=self.sizes,
+            areas={"scratch": 0},
+            op_number=lambda _: 0,
+            waits=True,
+            stamps=False,
+            limit=1 << 22,
+        )
+        env = dict(table=table, work=work, sync=sync, state_slots=state_slots)
+        env.update(num_reqs=num_reqs, num_tokens=num_tokens, areas=Int32(areas.toint()))
+        self.run(Compute(program, env), given, out, num_layers)
+
+    @cute.jit
+    def run(self, r, given: Int64, out: Int64, num_layers: Int32):
+        words, width = self.sizes.buffers["kda_in"] // 4, self.kda.width
+        r.block_signal[0] = Uint32(0)
+        for layer in cutlass.range(num_layers, unroll=1):
+            r.prefetch_row(layer)
+            r.next_row()
+            r.begin_block("kda")
+            for i in cutlass.range(
+                r.cta * THREADS + r.tid, words, THREADS * self.sizes.sms, unroll=1
+            ):
+                word = ld_global_u32(given + (Int64(layer) * words + Int64(i)) * 4)
+                st_global_u32(r.buffer("kda_in") + Int64(i) * 4, word)
+            r.signal("kda_in")
+            r.begin("kda")
+            self.kda.compute(r)
+            r.signal("kda_heads")
+            r.wait("kda_heads")
+            self.kda.stage(r, r.shared("scratch"))
+            r.bar()
+            to = out + Int64((layer * self.sizes.sms + r.cta) * r.num_tokens) * (2 * width)
+            for i in cutlass.range(r.tid, r.num_tokens * (width // 2), THREADS, unroll=1):
+                row, pair = i // (width // 2), i % (width // 2)
+                at = r.shared("scratch") + row * x_stride(width) + pair * 4
+                st_global_u32(to + Int64(i) * 4, ld_shared_u32(at))
+            r.bar()  # before scratch is written again
+            r.end_block()
+
+
+@functools.cache
+def compile_layers(sizes: Sizes, arch: str) -> Any:
+    args = (*(Int64(0) for _ in ADDRESSES), *(Int32(1) for _ in range(3)), make_fake_stream())
+    return compile_kernel(Layers(sizes), args, arch)
+
+
+@functools.cache
+def sizes_of(heads: int, sms: int, pass_rows: int, hidden: int = 128) -> Sizes:
+    """Of what KDA does not read, anything that is allowed."""
+    return Sizes(
+        **dict(sms=sms, pass_rows=pass_rows, hidden=hidden, kda_heads=heads, mla_heads=1),
+        **dict(q_rank=64, kv_rank=128, nope_dim=128, rope_dim=64, value_dim=128, num_experts=64),
+        **dict(top_k=8, latent=64, expert_width=128, shared_width=128, dense_width=0, vocab=64),
+        **dict(router_rows=64, latent_rows=64, up_rows=hidden, router_first=0, latent_first=0),
+        **dict(up_first=0, embed_rows=64, embed_first=0, most_blocks=1, block_size=64, eps=1e-5),
+        **dict(beta=1.0, linear_beta=1.0, lower_bound=-5.0, routed_norm=True, renormalize=True),
+        **dict(scaling=1.0, softmax_scale=1.0),
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("pass_rows", [1, 8])
+def test_kda_compiles(pass_rows: int, arch: str) -> None:
+    compile_layers(sizes_of(6, 132, pass_rows, hidden=7168), arch)
+
+
+def test_scratch_leaves_the_ring_its_slots() -> None:
+    for heads in (6, 12):
+        assert KDA(sizes_of(heads, 132, 1, hidden=7168)).scratch_bytes <= 58 << 10
+        assert KDA(sizes_of(heads, 132, 8, hidden=7168)).scratch_bytes <= 72 << 10
+
+
+def parts_of(x: Tensor, sizes: Sizes) -> Tensor:
+    """kda_in [slices, pass_rows, rows] f32 whose sums over the slices are x, in any order; what x
+    does not give is NaN."""
+    product = sizes.products["kda.in_proj"]
+    factors = [(-1) ** s * (s + 1) / 2 for s in range(product.slices - 1)]
+    parts = torch.full((product.slices, sizes.pass_rows, product.rows), float("nan"))
+    for s, factor in enumerate([*factors, 1 - sum(factors)]):
+        parts[s, : x.shape[0], : x.shape[1]] = x.float() * factor
+    return parts
+
+
+Tensors = dict[str, Tensor]
+Launch = Callable[[Sizes, Tensors, list[Tensors], tuple[int, ...]], None]
+
+
+def fill(table: Tensor, layers: list[Tensors]) -> None:
+    for row, fields in zip(table, layers, strict=True):
+        for name, tensor in fields.items():
+            row[entry(f"kda.{name}")] = tensor.data_ptr()
+
+
+@pytest.fixture(scope="module")
+def on_emulator(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    emulator = Emulator(str(tmp_path_factory.mktemp("ptx")))
+    arguments = (*(Int64(0) for _ in ADDRESSES), *(Int32(1) for _ in range(3)), make_fake_stream())
+    compiled = functools.cache(lambda sizes: emulator.compile(Layers(sizes), arguments, ARCH))
+
+    def launch_layers(
+        sizes: Sizes, tensors: Tensors, layers: list[Tensors], numbers: tuple[int, ...]
+    ) -> None:
+        fill(tensors["table"], layers)
+        work, written = tensors["work"], ("conv_state", "state", "out")
+        buffers = [
+            buffer_of(work[at : at + sizes.buffers[name]], False, name)
+            for name, at in sizes.offsets.items()
+            if name.startswith("kda")
+        ]
+        named = [(n, t) for n, t in tensors.items() if n not in ("work", "sync")]
+        named += [(f"{n} {i}", t) for i, fields in enumerate(layers) for n, t in fields.items()]
+        buffers += [buffer_of(t, n.split()[0] not in written, n) for n, t in named]
+        buffers.append(buffer_of(tensors["sync"].view(torch.int32), False, "sync"))
+        places = [tensors[name].data_ptr() for name in ADDRESSES]
+        emulator.run(compiled(sizes), [*places, *numbers], buffers)
+
+    return launch_layers
+
+
+def on_gpu(sizes: Sizes, tensors: Tensors, layers: list[Tensors], numbers: tuple[int, ...]) -> None:
+    there = {name: tensor.cuda() for name, tensor in tensors.items()}
+    layers_there = [{name: t.cuda() for name, t in fields.items()} for fields in layers]
+    table = tensors["table"]
+    fill(table, layers_there)
+    there["table"] = table.cuda()
+    places = [address(there[name]) for name in ADDRESSES]
+    launch(compile_layers(sizes, arch_of(0)), *places, *numbers)
+    tensors["out"].copy_(there["out"])
+    for fields, fields_there in zip(layers, layers_there, strict=True):
+        for name in ("conv_state", "state"):
+            fields[name].copy_(fields_there[name])
+
+
+Layer = tuple[Tensor, KDAWeights, Tensor, Tensor]  # x, weights, conv_state, state
+
+
+def run(
+    launch_layers: Launch, sizes: Sizes, layers: list[Layer], slots: list[int]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """On copies of the caches -> out, conv_state, state of each layer."""
+    fields = [
+        {
+            **{name: t for name, t in vars(w).items() if isinstance(t, Tensor)},
+            **{"conv_state": conv_state.clone(), "state": state.clone()},
+        }
+        for _, w, conv_state, state in layers
+    ]
+    tokens = layers[0][0].shape[0]
+    out = torch.full((len(layers), sizes.sms, tokens, sizes.kda_width), float("nan")).bfloat16()
+    tensors = {
+        "table": torch.full((len(layers), ENTRIES), 16),
+        "work": torch.full((sizes.work_bytes,), 0xFF, dtype=torch.uint8),
+        "sync": torch.zeros(SYNC_BYTES, dtype=torch.uint8),
+        "state_slots": torch.tensor(slots),
+        "given": torch.stack([parts_of(x, sizes) for x, *_ in layers]),
+        "out": out,
+    }
+    launch_layers(sizes, tensors, fields, (len(slots), tokens, len(layers)))
+    for cta in range(1, sizes.sms):
+        check_equal(out[:, cta], out[:, 0], f"x of CTA {cta}")
+    return [(out[i, 0], f["conv_state"], f["state"]) for i, f in enumerate(fields)]
+
+
+# heads, SMs, rows of a request, slots: one row; units spread; a request of 8 rows, of 2 and of 3
+# (fewer rows than the window, as many, more); 8 requests with several units a CTA
+CASES = [
+    (1, 3, 1, [3]),
+    (1, 9, 1, [3]),
+    (2, 3, 8, [2]),
+    (1, 5, 3, [5, 1]),
+    (1, 12, 2, [2, 7]),
+    (2, 7, 1, [6, 1, 3, 4, 5, 2, 7, 8]),
+]
+
+
+def check_layers(
+    launch_layers: Launch, heads: int, sms: int, num_rows: int, slots: list[int], count: int
+) -> None:
+    tokens = len(slots) * num_rows
+    layers = [
+        (inputs(5 + i, tokens, heads), weights(heads), *caches(20 + i, heads, slots, 9))
+        for i in range(count)
+    ]
+    sizes = sizes_of(heads, sms, 1 if tokens == 1 else 8)
+    for layer, got in zip(layers, run(launch_layers, sizes, layers, slots), strict=True):
+        x, w, conv_state, state = layer
+        bf16 = reference(*layer, slots)
+        right = reference(x.double(), doubled(w), conv_state.double(), state.double(), slots)
+        check_bf16(got[0], bf16[0], right[0])
+        check_equal(got[1], bf16[1], "windows")
+        foreign = [slot for slot in range(len(state)) if slot not in slots]
+        check_equal(got[2][foreign], state[foreign], "states of others")
+        check_close(got[2][slots], bf16[2][slots], 2e-3, "state")  # q, k, v, f may round apart
+
+
+@pytest.mark.parametrize("heads, sms, num_rows, slots", CASES)
+def test_kda_on_emulator(
+    on_emulator: Launch, heads: int, sms: int, num_rows: int, slots: list[int]
+) -> None:
+    check_layers(on_emulator, heads, sms, num_rows, slots, 1)
+
+
+def test_state_is_close_on_emulator(on_emulator: Launch) -> None:
+    """Rows without results that may be rounded either way, so that the state can be judged."""
+    heads, num_rows, slots = 1, 3, [5, 1]
+    w, (conv_state, state) = exact_weights(heads), caches(40, heads, slots)
+    x = [settled(inputs(9 + s, num_rows, heads), w, conv_state[s]) for s in slots]
+    layer = (torch.cat(x), w, conv_state, state)
+    _, windows, got = run(on_emulator, sizes_of(heads, 5, 8), [layer], slots)[0]
+    for slot, own in zip(slots, x, strict=True):
+        right = walk(own, w, conv_state[slot], state[slot])
+        check_close(got[slot], right, 1e-5, "state, in float64")
+        check_equal(windows[slot], own[:, : 3 * heads * D], "window")
+
+
+def test_a_window_written_too_early_is_noticed(
+    on_emulator: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compute(self: KDA, r: Any) -> None:
+        self.store(r, self.compute_heads(r))
+        r.bar()
+        self.store_windows(r)
+
+    monkeypatch.setattr(KDA, "compute", compute)
+    with pytest.raises(Fault, match="conv_state 0"):
+        check_layers(on_emulator, 1, 4, 1, [3], 1)  # sizes that no other test compiles
+
+
+def test_two_layers_on_emulator(on_emulator: Launch) -> None:
+    check_layers(on_emulator, 1, 3, 1, [4, 1], 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads, sms, num_rows, slots", [*CASES, (6, 132, 1, [3]), (12, 132, 8, [1])]
+)
+def test_kda_matches_ref(heads: int, sms: int, num_rows: int, slots: list[int]) -> None:
+    check_layers(on_gpu, heads, sms, num_rows, slots, 2)
