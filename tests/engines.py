@@ -70,13 +70,13 @@ def check_invariants(engine: Engine) -> None:
     """Owners are as the pools say; a running request has room for what it has cached; in debug mode
     nothing was written where nobody is."""
     m = engine._manager
-    running = engine._running
+    running = engine._scheduler.running
     assert all(r.slot is not None and not r.done for r in running)
     m.audit([(r.slot or TRASH, r.blocks) for r in running])
     for r in running:
         assert 0 <= r.num_cached < len(r.ids) <= r.num_prompt + r.max_tokens
         assert len(r.blocks) * m.block_size >= r.num_prompt + r.max_tokens
-    assert all(r.slot is None and not r.blocks and not r.done for r in engine._waiting)
+    assert all(r.slot is None and not r.blocks and not r.done for r in engine._scheduler.waiting)
     assert len(m.snapshots) <= m.max_snapshots
     for s in m.snapshots:
         assert len(s.blocks) == m.blocks_for(len(s.token_ids))

@@ -24,6 +24,7 @@ from engines import (
     submit,
 )
 
+from nanok3 import decode as decode_module
 from nanok3 import runner as runner_module
 from nanok3.checkpoint import CheckpointError
 from nanok3.config import ConfigError, EngineConfig
@@ -379,7 +380,7 @@ def test_an_interrupted_step_leaves_no_half_step_behind(
 
 def test_an_interruption_between_the_row_and_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    sample, calls = runner_module.sample, 0
+    sample, calls = decode_module.sample, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
@@ -388,7 +389,7 @@ def test_an_interruption_between_the_row_and_its_id(monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         return sample(*args)
 
-    monkeypatch.setattr(runner_module, "sample", interrupted)
+    monkeypatch.setattr(decode_module, "sample", interrupted)
     request = engine.submit(ids_of(3), greedy(6))
     with pytest.raises(KeyboardInterrupt):
         engine.run([request])
