@@ -38,6 +38,7 @@ from nanok3.request import Request, TokenLogprob
 from nanok3.sampling import Logprobs, SamplingParams, SamplingRows, logprobs_of, rows_of
 from nanok3.step import Step
 
+PLACES = 2  # results in host memory: one is read while the next one comes
 VARIANTS = [(sort, counts) for sort in (False, True) for counts in (False, True)]
 
 
@@ -79,7 +80,7 @@ class DecodeLoop:
         self._queued: deque[_Queued] = deque()
         self._num_steps = 0
         self._attended = False
-        self._readback = Readback(memory.state.result, 2)
+        self._readback = Readback(memory.state.result, PLACES)
         self._compute: dict[int, Run] = {}
         self._draw: dict[tuple[int, bool, bool], Run] = {}
         with torch.inference_mode():
@@ -127,6 +128,7 @@ class DecodeLoop:
 
     def queue(self) -> None:
         """One more step of the batch. Nothing here waits, unless the batch is attended."""
+        assert len(self._queued) < PLACES, "a result would be lost"
         for request in self.batch:
             request.in_flight = True
         logprobs, gaps, num_rows = None, None, len(self.batch)
@@ -138,7 +140,7 @@ class DecodeLoop:
             self._draw_now()
             if self._attended:
                 logprobs, gaps = self._extras(logits)
-            place = self._num_steps % 2
+            place = self._num_steps % PLACES
             self._readback.copy(place)
         self._num_steps += 1
         self._queued.append(_Queued(place, logprobs, gaps))

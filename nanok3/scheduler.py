@@ -75,7 +75,9 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Queues a step, and hands out what was drawn by all but the steps that may stay queued."""
-        loop, rows = self._loop, self._rows()
+        loop = self._loop
+        self._catch_up()  # a step that was interrupted may have left one too many
+        rows = self._rows()
         if rows != loop.batch:
             self._drain()
             rows = self._rows()  # without those who ended
@@ -83,10 +85,13 @@ class Scheduler:
                 loop.compose(rows)
         if rows:
             loop.queue()
-        while loop.num_queued > loop.most_queued:
-            self._hand_out()
+        self._catch_up()
         if any(r.done for r in loop.batch):
             self._drain()
+
+    def _catch_up(self) -> None:
+        while self._loop.num_queued > self._loop.most_queued:
+            self._hand_out()
 
     def _rows(self) -> list[Request]:
         """Who has a row in the next step. Not those whose last allowed id is queued already."""
