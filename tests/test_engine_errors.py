@@ -329,14 +329,15 @@ def test_leaving_a_stream_early_cancels() -> None:
     check_released(engine)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 @pytest.mark.parametrize("call", [1, 3, 9, 12, 13])  # in the prefill, in the decode of either
 def test_an_interrupted_step_leaves_no_half_step_behind(
-    monkeypatch: pytest.MonkeyPatch, when: str, call: int
+    monkeypatch: pytest.MonkeyPatch, when: str, call: int, runs_ahead: bool
 ) -> None:
     """Ctrl-C falls anywhere in a forward: some layers have moved on, some have not, and nobody may
     go on from there."""
-    engine = make_engine(prefill_chunk=3)
+    engine = make_engine(prefill_chunk=3, runs_ahead=runs_ahead)
     forward, layer = runner_module.model.forward, runner_module.model.mla_layer
     calls = 0
 
