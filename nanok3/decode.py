@@ -36,6 +36,7 @@ INTS = (
     *("top_k", "seeds", "min_tokens"),
 )
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+OPTIONS = (*FLOATS, "top_k", "seeds", "min_tokens", "stop_ids")  # the tensors of `SamplingRows`
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def draw(state: DecodeState) -> None:
 def first(state: DecodeState, num_rows: int, uses_sort: bool, uses_counts: bool) -> DecodeState:
     """Views of the first rows, whose options use what is said of them."""
     step, options = state.step, state.options
-    views = {name: getattr(options, name)[:num_rows] for name in _OPTIONS}
+    views = {name: getattr(options, name)[:num_rows] for name in OPTIONS}
     return DecodeState(
-        step=first_rows(step, 0, num_rows),
+        step=rows_between(step, 0, num_rows),
         num_output=state.num_output[:num_rows],
         max_output=state.max_output[:num_rows],
         options=SamplingRows(**views, uses_sort=uses_sort, uses_counts=uses_counts),
@@ -102,14 +103,11 @@ def first(state: DecodeState, num_rows: int, uses_sort: bool, uses_counts: bool)
     )
 
 
-def first_rows(step: Step, begin: int, end: int) -> Step:
+def rows_between(step: Step, begin: int, end: int) -> Step:
     """Views of rows `begin` to `end`, one of each request."""
     names = ("input_ids", "positions", "slot_mapping", "block_table", "state_slots")
     views = {name: getattr(step, name)[begin:end] for name in names}
     return replace(step, **views, logit_rows=step.logit_rows[: end - begin])
-
-
-_OPTIONS = (*FLOATS, "top_k", "seeds", "min_tokens", "stop_ids")
 
 
 class StateMemory:
@@ -128,7 +126,7 @@ class StateMemory:
         self._uploaded = torch.cuda.Event() if is_cuda else None
         self.host = _fields(self._host, max_rows, max_blocks)
         fields = _fields(self._device, max_rows, max_blocks)
-        options = {name: fields[name] for name in _OPTIONS}
+        options = {name: fields[name] for name in OPTIONS}
         self.state = DecodeState(
             step=Step(
                 input_ids=fields["input_ids"],

@@ -107,19 +107,19 @@ class DecodeLoop:
 
     def compose(self, requests: Sequence[Request]) -> None:
         """From now on a step has one row of each of these, which have one pending id each."""
-        assert not self._queued, "the last batch's steps are not read"
-        self.batch = list(requests)
+        assert not self._queued and not self.batch, "the last batch is not dissolved"
         self._attended = any(_needs_host(r) for r in requests)
         options = rows_of([_params(r) for r in requests], "cpu")
         self._size = min(size for size in self._compute if size >= len(requests))
-        self._fill(options)
+        self._fill(requests, options)
         variant = (options.uses_sort, options.uses_counts)
         self._draw_now = self._draw[self._size, *variant]
         if options.stop_ids.shape[1] > STOP_WIDTH:
             self._draw_now = partial(draw, self._with_wide_stops(options))
         if options.uses_counts:
-            self._count()
+            self._count(requests)
         self._memory.upload()
+        self.batch = list(requests)  # last, so that an interruption leaves no batch
 
     def dissolve(self) -> None:
         """No batch, so that none of its requests is taken for part of the next one."""
@@ -178,11 +178,11 @@ class DecodeLoop:
 
     # ---- inside compose ----
 
-    def _fill(self, options: SamplingRows) -> None:
+    def _fill(self, requests: Sequence[Request], options: SamplingRows) -> None:
         """The mirror's small fields, from the requests as the host knows them."""
         self._memory.clear()
         host, size = self._memory.host, self.state.step.block_size
-        for i, r in enumerate(self.batch):
+        for i, r in enumerate(requests):
             assert r.slot is not None and r.num_pending == 1
             host["input_ids"][i] = r.ids[-1]
             host["positions"][i] = r.num_cached
@@ -193,23 +193,23 @@ class DecodeLoop:
             host["num_output"][i] = r.num_output
             host["max_output"][i] = r.max_tokens
         for name in (*FLOATS, "top_k", "seeds", "min_tokens"):
-            host[name][: len(self.batch)] = getattr(options, name)
-        width = options.stop_ids.shape[1]
+            host[name][: len(requests)] = getattr(options, name)
+        num_rows, width = options.stop_ids.shape
         if width <= STOP_WIDTH:
-            host["stop_ids"][: len(self.batch), :width] = options.stop_ids
+            host["stop_ids"][:num_rows, :width] = options.stop_ids
 
     def _with_wide_stops(self, options: SamplingRows) -> DecodeState:
         """The state with stop ids in memory of their own: such a batch draws outside a graph."""
         state = first(self.state, self._size, options.uses_sort, options.uses_counts)
-        stop_ids = torch.full((self._size, options.stop_ids.shape[1]), -1)
-        stop_ids[: len(self.batch)] = options.stop_ids
-        stop_ids = stop_ids.to(state.logits.device)
+        num_rows, width = options.stop_ids.shape
+        padding = torch.full((self._size - num_rows, width), -1)
+        stop_ids = torch.cat([options.stop_ids, padding]).to(state.logits.device)
         return replace(state, options=replace(state.options, stop_ids=stop_ids))
 
-    def _count(self) -> None:
+    def _count(self, requests: Sequence[Request]) -> None:
         """What the penalties count, of the ids so far."""
         vocab = self.state.logits.shape[1]
-        for i, r in enumerate(self.batch):
+        for i, r in enumerate(requests):
             counts = torch.bincount(torch.tensor(r.ids[r.num_prompt :]).long(), minlength=vocab)
             seen = torch.zeros(vocab, dtype=torch.bool)
             seen[r.ids[: r.num_prompt]] = True

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanok3 import model
 from nanok3.cache import Cache, CacheManager, allocate_cache
 from nanok3.config import EngineConfig, ModelConfig
-from nanok3.decode import StateMemory, first_rows
+from nanok3.decode import StateMemory, rows_between
 from nanok3.graph import Capture, Run, buckets
 from nanok3.loop import DecodeLoop
 from nanok3.ops import DECODE, PREFILL, PREFILL_CUDA, REFERENCE, Ops
@@ -45,10 +45,10 @@ class Runner:
         if settings.debug:  # an op that reads what nobody wrote shows up as NaN
             for tensor in vars(self._buffers).values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-
         self.loop = self._decode_loop(cache, num_blocks)
 
     def _decode_loop(self, cache: Cache, num_blocks: int) -> DecodeLoop:
+        """Of captured graphs on a GPU; on a CPU of the same functions, read at once."""
         config, settings, device = self.config, self.settings, self.settings.device
         most, size = settings.max_num_reqs, settings.block_size
         weights, buffers = self.weights, self._buffers
@@ -61,13 +61,11 @@ class Runner:
             sizes, record = buckets(most), Capture()
 
         def forward(step: Step, logits: Tensor) -> None:
-            """Rows at once, or in strict mode one by one."""
-            num_rows = len(step.input_ids)
-            cuts = range(num_rows) if settings.strict else [0]
-            height = 1 if settings.strict else num_rows
-            for begin in cuts:
-                part = first_rows(step, begin, begin + height)
-                if device == "cpu":  # the columns that are needed; a graph cannot know
+            """All rows at once, or in strict mode one by one."""
+            height = 1 if settings.strict else len(step.input_ids)
+            for begin in range(0, len(step.input_ids), height):
+                part = rows_between(step, begin, begin + height)
+                if device == "cpu":  # only the columns that are needed; a graph cannot know them
                     columns = max(1, self.manager.blocks_for(int(part.positions.max()) + 1))
                     part = replace(part, block_table=part.block_table[:, :columns])
                 buf = rows(buffers, height, height)

@@ -361,6 +361,35 @@ def test_an_interrupted_wait_or_queue(
     check_released(engine)
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupted_composition(
+    monkeypatch: pytest.MonkeyPatch, call: int, after: bool
+) -> None:
+    """Nothing is queued on a batch that is half written."""
+    engine = ahead()
+    memory = engine._runner.loop._memory
+    upload, calls = memory.upload, 0
+
+    def interrupted() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            raise KeyboardInterrupt
+        upload()
+        if calls == call:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "upload", interrupted)
+    jobs = [job(ids_of(n, seed=n), sampled(n, 3 + n)) for n in (2, 5)]
+    requests = [submit(engine, j) for j in jobs]
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(requests)
+    engine.run(requests)  # comes back
+    assert [r.result() for r in requests] == [solo(j)[0] for j in jobs]
+    check_released(engine)
+
+
 def test_rows_that_are_not_finite_end_alone() -> None:
     """The id that was drawn before it is kept; the one after it is not drawn."""
     jobs = [job(ids_of(n, seed=n), sampled(n, 14)) for n in (3, 6, 9)]
@@ -380,4 +409,20 @@ def test_rows_that_are_not_finite_end_alone() -> None:
         assert requests[i].result() == right[i]
     assert all(list(s.token_ids[:6]) != jobs[1].prompt for s in engine._manager.snapshots)
     assert engine.generate(jobs[1].prompt, jobs[1].params).token_ids == right[1].token_ids
+    check_released(engine)
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_rows_of_padding_change_nothing(strict: bool) -> None:
+    """As in a graph: steps of 4 rows, however few requests run."""
+    jobs = mixed_jobs()[7:12]
+    engine = ahead(strict=strict, dtype="float64", max_num_reqs=4, prefill_chunk=5)
+    loop = engine._runner.loop
+    loop._compute = {4: loop._compute[4]}
+    found = follow(engine, [submit(engine, j) for j in jobs])
+    right = [solo(j, dtype="float64")[0].token_ids for j in jobs]
+    assert [result.token_ids for result, _ in found] == right
     check_released(engine)

@@ -239,9 +239,9 @@ def test_a_step_is_queued_while_the_last_one_runs(mini: Engine) -> None:
 
 def jobs_with_ends(engine: Engine) -> list[SamplingParams]:
     """Ends of every kind, from what is said without them."""
-    free = engine.generate(PROMPTS[0], SamplingParams(max_tokens=40, **GREEDY))
-    text, ids = free.reasoning + free.text, free.token_ids
-    assert len(ids) > 12 and len(free.text) > 4, text
+    free = engine.generate(PROMPTS[0], SamplingParams(max_tokens=40, **GREEDY), thinking=False)
+    ids = free.token_ids
+    assert len(ids) > 12 and len(free.text) > 4, free
     return [
         SamplingParams(max_tokens=11, **GREEDY),
         SamplingParams(max_tokens=40, stop_token_ids=(ids[9],), **GREEDY),
@@ -259,8 +259,8 @@ def test_running_ahead_changes_no_reply(mini: Engine) -> None:
     for runs_ahead in (False, True):
         loop.runs_ahead = runs_ahead
         try:
-            alone.append([mini.generate(PROMPTS[0], p) for p in params])
-            requests = [mini.submit(PROMPTS[0], p) for p in params]
+            alone.append([mini.generate(PROMPTS[0], p, thinking=False) for p in params])
+            requests = [mini.submit(PROMPTS[0], p, thinking=False) for p in params]
             mini.run(requests)
             together.append([r.result().token_ids for r in requests])
         finally:
@@ -280,7 +280,7 @@ def test_what_is_kept_after_an_end_is_exact_when_running_ahead() -> None:
         for params in jobs_with_ends(engine)[:2]:
             for snapshot in list(manager.snapshots):
                 manager.drop(snapshot)
-            engine.generate(PROMPTS[0], params)
+            engine.generate(PROMPTS[0], params, thinking=False)
             for s in manager.snapshots:
                 pages = torch.cat([manager._block(b) for b in s.blocks], 1)[:, : len(s.token_ids)]
                 snapshots.append((s.token_ids, [s.state, s.conv_state, pages]))
