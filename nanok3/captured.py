@@ -20,5 +20,5 @@ def kernel_decode(
     """For steps of at most `max_num_reqs` rows. Graphs hold the addresses of all three."""
     most, device = settings.max_num_reqs, settings.device
     packed = pack_weights(config, weights)
-    buffers = allocate_buffers(config, most, 1, torch.bfloat16, device)
+    buffers = allocate_buffers(config, most, most, torch.bfloat16, device)
     return packed, buffers, Kernels(config, most, device).record()

@@ -54,9 +54,9 @@ class DecodeState:
     result: Tensor  # [R] i64, the drawn id, NO_ID, NOT_FINITE or ENDED (before this step)
 
 
-def compute(state: DecodeState, forward: Callable[[Step, Tensor], None]) -> None:
+def compute(state: DecodeState, forward: Callable[[Step], None]) -> None:
     """`forward` takes the step to its logits; the caches hold the step's ids afterwards."""
-    forward(state.step, state.logits)
+    forward(state.step)
     state.finite.copy_(state.logits.isfinite().all(-1))
 
 
@@ -116,9 +116,9 @@ class StateMemory:
     They lie in one piece, floats among whole numbers, so that one copy fills them all.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int, logits: Tensor) -> None:
-        """max_blocks: of one request; logits: [max_rows, V], where the model leaves them."""
-        device, vocab = logits.device, logits.shape[1]
+    def __init__(self, max_blocks: int, block_size: int, logits: Tensor) -> None:
+        """max_blocks: of one request; logits: [most rows, V], where the model leaves them."""
+        device, (max_rows, vocab) = logits.device, logits.shape
         size = max_rows * (len(INTS) + len(FLOATS) + STOP_WIDTH + max_blocks)
         is_cuda = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)

@@ -66,13 +66,13 @@ class DecodeLoop:
     def __init__(
         self,
         memory: StateMemory,
-        forward: Callable[[Step, Tensor], None],
+        forward: Callable[[Step], None],
         sizes: Sequence[int],
         record: Callable[[Run], Run],
         runs_ahead: bool,
     ) -> None:
-        """forward: the model, from a step to its logits. sizes: numbers of rows that a step may
-        have. record: makes of a call what is run instead, such as the replay of its graph.
+        """forward: the model, from a step to the logits of the state. sizes: numbers of rows that a
+        step may have. record: makes of a call what is run instead, such as its graph's replay.
         """
         self.runs_ahead = runs_ahead
         self.batch: list[Request] = []

@@ -20,7 +20,7 @@ from nanok3.graph import Capture, Run, buckets
 from nanok3.loop import DecodeLoop
 from nanok3.ops import DECODE, PREFILL, PREFILL_CUDA, REFERENCE, Ops
 from nanok3.request import Request
-from nanok3.step import Buffers, Step, allocate_buffers, buffer_dtypes, rows
+from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -60,26 +60,21 @@ class Runner:
             weights, buffers, ops = kernel_decode(config, weights, settings)
             sizes, record = buckets(most), Capture()
 
-        def forward(step: Step, logits: Tensor) -> None:
+        def forward(step: Step) -> None:
             """All rows at once, or in strict mode one by one."""
             height = 1 if settings.strict else len(step.input_ids)
             for begin in range(0, len(step.input_ids), height):
-                part = rows_between(step, begin, begin + height)
+                end = begin + height
+                part = rows_between(step, begin, end)
                 if device == "cpu":  # only the columns that are needed; a graph cannot know them
                     columns = max(1, self.manager.blocks_for(int(part.positions.max()) + 1))
                     part = replace(part, block_table=part.block_table[:, :columns])
-                buf = rows(buffers, height, height)
-                buf = replace(buf, logits=logits[begin : begin + height])
+                own = {name: getattr(buffers, name)[begin:end] for name in LOGITS}
+                buf = replace(rows(buffers, height, height), **own)
                 model.forward(config, weights, cache, part, buf, ops)
 
-        logits = torch.empty(
-            most,
-            config.vocab_size,
-            dtype=buffer_dtypes(DTYPES[settings.dtype])["logits"],
-            device=device,
-        )
         max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
-        memory = StateMemory(most, max_blocks, size, logits)
+        memory = StateMemory(max_blocks, size, buffers.logits[:most])
         return DecodeLoop(memory, forward, sizes, record, runs_ahead=device != "cpu")
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:

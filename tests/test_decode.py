@@ -111,7 +111,7 @@ def write(memory: StateMemory, plain: list[Plain]) -> None:
 
 
 def make_memory(rows: int = 5) -> StateMemory:
-    return StateMemory(rows, COLUMNS, BLOCK, torch.full((rows, V), float("nan")))
+    return StateMemory(COLUMNS, BLOCK, torch.full((rows, V), float("nan")))
 
 
 def test_steps_follow_each_other_as_plain_python_says() -> None:
@@ -136,8 +136,8 @@ def test_steps_follow_each_other_as_plain_python_says() -> None:
             assert int(step.state_slots[i]) == r.slot
         logits = torch.randn(5, V, generator=generator) * 2
 
-        def forward(_: Step, out: Tensor, logits: Tensor = logits) -> None:
-            out.copy_(logits)
+        def forward(_: Step, logits: Tensor = logits) -> None:
+            state.logits.copy_(logits)
 
         compute(state, forward)
         draw(state)
@@ -197,7 +197,7 @@ def test_draw_reads_no_value_on_the_host(sort: bool, counts: bool) -> None:
     state = to_meta(first(make_memory().state, 3, sort, counts))
     with pytest.raises(RuntimeError):
         bool(state.finite.any())
-    compute(state, lambda step, out: None)
+    compute(state, lambda step: None)
     draw(state)
 
 
