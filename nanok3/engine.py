@@ -1,8 +1,8 @@
 """From prompts to replies: `Engine.load`, `engine.generate` (and `stream`), `engine.logits`.
 
-A step admits waiting requests, runs one chunk of one request's prompt, then one row of every
-request whose prompt is done, and hands out the sampled ids. Many requests run at once; `submit` and
-`step` are what `generate`, `stream` and the batch command are made of.
+Loads a model, turns prompts into requests and refuses what cannot be served. Many requests run at
+once (`scheduler.py`); `submit` and `step` are what `generate`, `stream` and the batch command are
+made of.
 
 In strict mode rows are computed one by one, so that a request's bits never depend on its company
 or on how its prompt was cut. Otherwise rows share products and the last bits may differ.
@@ -11,7 +11,6 @@ or on how its prompt was cut. Otherwise rows share products and the last bits ma
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanok3.cache import TRASH
 from nanok3.channels import STOP_TOKENS
 from nanok3.chat import DEFAULT_EFFORT, render
 from nanok3.checkpoint import Checkpoint
@@ -42,6 +40,7 @@ from nanok3.reply import Event
 from nanok3.request import Request, Result
 from nanok3.runner import DTYPES, Runner
 from nanok3.sampling import SamplingParams
+from nanok3.scheduler import Scheduler
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weight_table import Filler, expected_tensors, table
 from nanok3.weights import Weights, build
@@ -72,8 +71,7 @@ class Engine:
         self.defaults = defaults
         self._runner = Runner(config, weights, settings)
         self._manager = self._runner.manager
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._scheduler = Scheduler(self._runner)
 
     @classmethod
     def load(
@@ -291,7 +289,7 @@ class Engine:
         grammar: what the reply may be; None: anything.
         """
         request = self._request(list(ids), params, thinking, grammar)
-        self._waiting.append(request)
+        self._scheduler.waiting.append(request)
         return request
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -301,17 +299,11 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request now; its partial output stays readable. Nothing happens if it is done."""
-        if request.done:
-            return
-        if request in self._waiting:
-            self._waiting.remove(request)
-            request.finish("cancelled")
-        else:
-            self._retire(request, "cancelled")
+        self._scheduler.cancel(request)
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     @property
     def max_context(self) -> int:
@@ -321,25 +313,10 @@ class Engine:
         return min(room, longest, self.settings.max_context or longest)
 
     def step(self) -> None:
-        """Admit, run one chunk of one prompt, run one row of every request that decodes."""
-        for request in [r for r in self._running if r.in_flight]:  # between two steps for ever
-            self._retire(request, "error", "the step that this request was in was interrupted")
-        self._admit()
-        if self.settings.debug:
-            self._manager.audit([(r.slot or TRASH, r.blocks) for r in self._running])
-        prefilling = next((r for r in self._running if r.num_pending > 1), None)
-        if prefilling is not None:
-            count = min(prefilling.num_pending - 1, self.settings.prefill_chunk)
-            self._runner.prefill(prefilling, count, with_logits=False)
-            if prefilling.num_pending == 1:
-                self._keep(prefilling)
-        decoding = [r for r in self._running if r.num_pending == 1]
-        assert prefilling or decoding or not self._running, "nothing to do for those who run"
-        groups = [[r] for r in decoding] if self.settings.strict else [decoding] if decoding else []
-        for group in groups:
-            self._decode(group)
+        """Moves every request on: prompts by a chunk of one of them, replies by an id each."""
+        self._scheduler.step()
 
-    # ---- inside a step ----
+    # ---- inside ----
 
     @cached_property
     def _token_table(self) -> TokenTable:
@@ -381,48 +358,3 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, but there is room for {most} "
                 f"(max_context {self.max_context}); shorten it, or raise max_context (--context)"
             )
-
-    def _admit(self) -> None:
-        while self._waiting:
-            request = self._waiting[0]
-            taken = self._manager.admit(request.ids, request.num_prompt + request.max_tokens)
-            if taken is None:
-                assert self._running, "submit refuses what an empty cache cannot hold"
-                return
-            request.slot, request.blocks, request.num_cached = taken
-            request.num_reused = request.num_cached
-            self._running.append(self._waiting.popleft())
-
-    def _decode(self, requests: list[Request]) -> None:
-        """One row of each request, and the id that follows it."""
-        for request, drawn in zip(requests, self._runner.decode(requests), strict=True):
-            if not drawn.finite:
-                self._retire(request, "error", "the model's logits are not finite")
-                self._manager.forget(request.ids)
-                continue
-            if drawn.token_id < 0:
-                self._retire(request, "error", "min_tokens and the stop ids leave no id to draw")
-                continue
-            if drawn.logprob is not None:
-                request.logprobs.append(drawn.logprob)
-            if request.gaps is not None and drawn.gap is not None:
-                request.gaps.append(drawn.gap)
-            request.take(drawn.token_id)
-            request.in_flight = False
-            if request.finish_reason is not None:
-                self._retire(request, request.finish_reason)
-
-    def _retire(self, request: Request, reason: str, error: str | None = None) -> None:
-        request.finish(reason, error)
-        self._running.remove(request)
-        # Only what a finite row of logits has vouched for: not the half of a prompt.
-        if request.finish_reason != "error" and not request.in_flight and request.num_pending == 1:
-            self._keep(request)
-        assert request.slot is not None
-        self._manager.release(request.slot, request.blocks)
-        request.slot, request.blocks = None, []
-
-    def _keep(self, request: Request) -> None:
-        """A snapshot to go on from, of exactly what is cached."""
-        assert request.slot is not None
-        self._manager.snapshot(request.ids[: request.num_cached], request.slot, request.blocks)

@@ -1,35 +1,19 @@
-"""Decode steps captured as CUDA graphs, one for each number of requests in `buckets`.
+"""Work for a device that the host queues without waiting: CUDA graphs, and results read later.
 
-A graph holds addresses, so each owns the buffers of its `Step` for ever and is given new integers
-by one copy from pinned memory. Rows past the running requests are padding: slot_mapping and
-position -1, state slot 0; they write nothing that anyone reads. Knows nothing of what the callable
-computes.
+A graph holds addresses, so what it reads and writes must lie at the same place for ever, and what
+it leaves for others must be allocated before. Knows nothing of what the callables compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nanok3.cache import TRASH
-from nanok3.step import Step
+Run = Callable[[], None]
 
 WARM_UPS = 2  # runs before capture: compiling and first-use set-up must not be captured
-
-
-@dataclass(frozen=True)
-class Row:
-    """One decode row, as integers."""
-
-    input_id: int
-    position: int
-    slot: int  # latent slot it writes
-    state_slot: int
-    blocks: Sequence[int]
 
 
 def buckets(max_num_reqs: int) -> list[int]:
@@ -40,82 +24,54 @@ def buckets(max_num_reqs: int) -> list[int]:
     return sizes if sizes[-1] == max_num_reqs else [*sizes, max_num_reqs]
 
 
-class StepBuffers:
-    """The integers of a decode step at fixed addresses, and their pinned mirror on the host."""
+class Capture:
+    """Turns a callable into the replay of its CUDA graph.
 
-    def __init__(self, num_reqs: int, max_blocks: int, block_size: int, device: str) -> None:
-        self.num_reqs, self.max_blocks = num_reqs, max_blocks
-        size = num_reqs * (4 + max_blocks)
-        pinned = torch.device(device).type == "cuda"
-        self._host = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
-        self._device = torch.empty(size, dtype=torch.int64, device=device)
-        parts = self._device.split([num_reqs] * 4 + [num_reqs * max_blocks])
-        self.step = Step(
-            input_ids=parts[0],
-            positions=parts[1],
-            slot_mapping=parts[2],
-            state_slots=parts[3],
-            block_table=parts[4].view(num_reqs, max_blocks),
-            logit_rows=torch.arange(num_reqs, device=device),
-            block_size=block_size,
-        )
+    All graphs share one memory pool: what one of them leaves there is gone when another runs.
+    """
 
-    def fill(self, rows: Sequence[Row]) -> None:
-        """The rows, then padding; the copy is queued on the current stream."""
-        padding = self.num_reqs - len(rows)
-        table = [
-            block
-            for row in rows
-            for block in (*row.blocks, *[TRASH] * (self.max_blocks - len(row.blocks)))
-        ]
-        values = [
-            *([r.input_id for r in rows] + [0] * padding),
-            *([r.position for r in rows] + [-1] * padding),
-            *([r.slot for r in rows] + [-1] * padding),
-            *([r.state_slot for r in rows] + [TRASH] * padding),
-            *(table + [TRASH] * (padding * self.max_blocks)),
-        ]
-        self._host.copy_(torch.tensor(values, dtype=torch.int64))
-        self._device.copy_(self._host, non_blocking=True)
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
-
-class DecodeGraph:
-    """One captured decode step of `num_reqs` rows."""
-
-    def __init__(self, buffers: StepBuffers, run: Callable[[Step], Tensor], pool: Any) -> None:
-        """`run` takes the step to its logits [R, V], at an address that does not change."""
-        self.buffers = buffers
-        self._graph = torch.cuda.CUDAGraph()
-        buffers.fill([])  # all padding: the warm-up touches no request's state
+    def __call__(self, run: Run) -> Run:
+        """`run` is called a few times, and must do no harm."""
+        graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                run(buffers.step)
+                run()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._logits = run(buffers.step)
-
-    def replay(self, rows: Sequence[Row]) -> Tensor:
-        """Logits [len(rows), V] of these rows; valid until the next replay."""
-        # The host mirror may be overwritten only when the last copy from it is done; reading the
-        # drawn ids of a step synchronises, so it is.
-        self.buffers.fill(rows)
-        self._graph.replay()
-        return self._logits[: len(rows)]
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay
 
 
-def capture_all(
-    max_num_reqs: int,
-    max_blocks: int,
-    block_size: int,
-    device: str,
-    run: Callable[[Step], Tensor],
-) -> dict[int, DecodeGraph]:
-    """A graph for every bucket, the largest first, all in one memory pool."""
-    pool = torch.cuda.graph_pool_handle()
-    graphs = {}
-    for num_reqs in reversed(buckets(max_num_reqs)):
-        buffers = StepBuffers(num_reqs, max_blocks, block_size, device)
-        graphs[num_reqs] = DecodeGraph(buffers, run, pool)
-    return graphs
+class Readback:
+    """Copies of one tensor in host memory, as it is when the stream comes to them.
+
+    On a GPU the memory is pinned and each copy has an event, so that reading one waits for the
+    work before it and for nothing queued after it.
+    """
+
+    def __init__(self, source: Tensor, num_places: int) -> None:
+        """source: [R] i64, whose address does not change; num_places: copies not yet read."""
+        self._source = source
+        is_cuda = source.device.type == "cuda"
+        self._copies = torch.empty(
+            num_places, len(source), dtype=source.dtype, pin_memory=is_cuda
+        ).unbind()
+        self._events = [torch.cuda.Event() for _ in self._copies] if is_cuda else []
+
+    def copy(self, place: int) -> None:
+        """Queues a copy."""
+        self._copies[place].copy_(self._source, non_blocking=True)
+        if self._events:
+            self._events[place].record()
+
+    def read(self, place: int) -> list[int]:
+        """The copy that was last queued for this place, when it is there."""
+        if self._events:
+            self._events[place].synchronize()
+        values: list[int] = self._copies[place].tolist()
+        return values

@@ -1,40 +1,30 @@
-"""Runs the model for requests: pending ids into a `Step`, through `model.forward`, drawn ids out.
+"""Runs the model for requests: prompts in chunks, and the decode loop over the same caches.
 
 Owns the weights, the buffers and the caches' tensors. Which requests run, and what becomes of a
-drawn id, is for `engine.py`.
+drawn id, is for `scheduler.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanok3 import model
-from nanok3.cache import CacheManager, allocate_cache
+from nanok3.cache import Cache, CacheManager, allocate_cache
 from nanok3.config import EngineConfig, ModelConfig
-from nanok3.graph import Row
+from nanok3.decode import StateMemory, rows_between
+from nanok3.graph import Capture, Run, buckets
+from nanok3.loop import DecodeLoop
 from nanok3.ops import DECODE, PREFILL, PREFILL_CUDA, REFERENCE, Ops
-from nanok3.request import Request, TokenLogprob
-from nanok3.sampling import Logprobs, rows_of, sample
-from nanok3.step import Buffers, Step, allocate_buffers, rows
+from nanok3.request import Request
+from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What one row of a decode step gave."""
-
-    token_id: int  # -1 where no id is left to draw
-    finite: bool  # whether all logits of the row are
-    logprob: TokenLogprob | None  # if the request asks for it
-    gap: float | None  # best logit less second best, if the request keeps gaps
 
 
 class Runner:
@@ -51,18 +41,41 @@ class Runner:
         self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
         self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
-        self._prefill_ops = PREFILL
-        self._captured: Callable[[list[Row]], Tensor] | None = None
-        if device != "cpu":
-            from nanok3.captured import CapturedDecode  # here, for it brings CuTe DSL
-
-            self._prefill_ops = PREFILL_CUDA
-            max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
-            captured = CapturedDecode(config, weights, cache, settings, max_blocks)
-            self._captured = captured.logits
+        self._prefill_ops = PREFILL if device == "cpu" else PREFILL_CUDA
         if settings.debug:  # an op that reads what nobody wrote shows up as NaN
             for tensor in vars(self._buffers).values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        self.loop = self._decode_loop(cache, num_blocks)
+
+    def _decode_loop(self, cache: Cache, num_blocks: int) -> DecodeLoop:
+        """Of captured graphs on a GPU; on a CPU of the same functions, read at once."""
+        config, settings, device = self.config, self.settings, self.settings.device
+        most, size = settings.max_num_reqs, settings.block_size
+        weights, buffers = self.weights, self._buffers
+        ops = REFERENCE if settings.strict else DECODE
+        sizes, record = list(range(1, most + 1)), _as_it_is
+        if device != "cpu":
+            from nanok3.captured import kernel_decode  # here, for it brings CuTe DSL
+
+            weights, buffers, ops = kernel_decode(config, weights, settings)
+            sizes, record = buckets(most), Capture()
+
+        def forward(step: Step) -> None:
+            """All rows at once, or in strict mode one by one."""
+            height = 1 if settings.strict else len(step.input_ids)
+            for begin in range(0, len(step.input_ids), height):
+                end = begin + height
+                part = rows_between(step, begin, end)
+                if device == "cpu":  # only the columns that are needed; a graph cannot know them
+                    columns = max(1, self.manager.blocks_for(int(part.positions.max()) + 1))
+                    part = replace(part, block_table=part.block_table[:, :columns])
+                own = {name: getattr(buffers, name)[begin:end] for name in LOGITS}
+                buf = replace(rows(buffers, height, height), **own)
+                model.forward(config, weights, cache, part, buf, ops)
+
+        max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
+        memory = StateMemory(max_blocks, size, buffers.logits[:most])
+        return DecodeLoop(memory, forward, sizes, record, runs_ahead=device != "cpu")
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
         """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""
@@ -111,75 +124,7 @@ class Runner:
             model.forward(self.config, self.weights, self.manager.cache, step, buf, ops)
         return buf
 
-    def decode(self, requests: list[Request]) -> list[Drawn]:
-        """One row of each request, and the id drawn after it."""
-        logits = self._decode_logits(requests)
-        is_finite = logits.isfinite().all(-1)  # [R] bool, before a grammar writes -inf
-        self._forbid(logits, requests)
-        for request in requests:
-            request.num_cached += 1
-        params = [r.params for r in requests]
-        options = rows_of(params, self.settings.device)
-        positions = torch.tensor([len(r.ids) for r in requests], device=self.settings.device)
-        counts = seen = None
-        if options.uses_counts:
-            counts, seen = self._counts(requests)
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
-        with torch.inference_mode():
-            sampled = sample(
-                logits, options, positions, counts, seen, max(wanted) if wanted else None
-            )
-        ids, finite = sampled.ids.tolist(), is_finite.tolist()  # a GPU is waited for here
-        gaps: list[float | None] = [None] * len(requests)
-        if any(r.gaps is not None for r in requests):
-            best = logits.topk(2).values  # [R, 2]
-            gaps = (best[:, 0] - best[:, 1]).tolist()
-        return [
-            Drawn(ids[i], finite[i], logprob_of(sampled.logprobs, i, ids[i], p.logprobs), gaps[i])
-            for i, p in enumerate(params)
-        ]
 
-    def _decode_logits(self, requests: list[Request]) -> Tensor:
-        """[R, V] after one pending id of each request, valid until the next pass."""
-        if self._captured is None:
-            ops = REFERENCE if self.settings.strict else DECODE
-            return self._forward(requests, 1, len(requests), ops).logits
-        size = self.settings.block_size
-        decode_rows = []
-        for r in requests:
-            assert r.slot is not None
-            r.in_flight = True
-            slot = r.blocks[r.num_cached // size] * size + r.num_cached % size
-            decode_rows.append(Row(r.ids[r.num_cached], r.num_cached, slot, r.slot, r.blocks))
-        return self._captured(decode_rows)
-
-    def _forbid(self, logits: Tensor, requests: list[Request]) -> None:
-        """-inf in `logits` [R, V] for what a request's grammar leaves out; other rows stay."""
-        for i, request in enumerate(requests):
-            mask = request.grammar.mask() if request.grammar is not None else None
-            if mask is not None:
-                with torch.inference_mode():
-                    logits[i].masked_fill_(~mask.to(logits.device), -torch.inf)
-
-    def _counts(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
-        """Output counts [R, V] i64 and whether an id stands in the prompt [R, V]."""
-        vocab, device = self.config.vocab_size, self.settings.device
-        counts = torch.zeros(len(requests), vocab, dtype=torch.int64, device=device)
-        seen = torch.zeros(len(requests), vocab, dtype=torch.bool, device=device)
-        for i, r in enumerate(requests):
-            output = torch.tensor(r.ids[r.num_prompt :], dtype=torch.int64, device=device)
-            counts[i] = torch.bincount(output, minlength=vocab)
-            seen[i, r.ids[: r.num_prompt]] = True
-        return counts, seen
-
-
-def logprob_of(
-    logprobs: Logprobs | None, row: int, token_id: int, num_top: int | None
-) -> TokenLogprob | None:
-    """The row's record, with as many of the likeliest ids as its request asks for."""
-    if logprobs is None or num_top is None:
-        return None
-    top_ids = logprobs.top_ids[row, :num_top].tolist()
-    pairs = zip(top_ids, logprobs.top[row, :num_top].tolist(), strict=True)
-    top = tuple(pair for pair in pairs if pair[1] > -torch.inf)  # not what a grammar forbade
-    return TokenLogprob(token_id, float(logprobs.chosen[row]), top)
+def _as_it_is(run: Run) -> Run:
+    """A CPU has no graphs."""
+    return run

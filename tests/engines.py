@@ -41,9 +41,13 @@ def make_engine(
     readable: bool = False,
     defaults: GenerationDefaults | None = None,
     tokenizer: Tokenizer | None = TOKENIZER,
+    runs_ahead: bool = False,
     **settings: Any,
 ) -> Engine:
-    """Strict, in debug mode, with room for many requests, unless told otherwise."""
+    """Strict, in debug mode, with room for many requests, unless told otherwise.
+
+    runs_ahead: queue a step before the last one is read, as on a GPU.
+    """
     chosen = EngineConfig(
         **(
             {"strict": True, "debug": True, "block_size": BLOCK, "num_blocks": 200}
@@ -53,7 +57,9 @@ def make_engine(
     )
     assert not chosen.problems(config)
     weights = weights_of(config, chosen.dtype, readable)
-    return Engine(config, weights, tokenizer, chosen, defaults or GenerationDefaults())
+    engine = Engine(config, weights, tokenizer, chosen, defaults or GenerationDefaults())
+    engine._runner.loop.runs_ahead = runs_ahead
+    return engine
 
 
 def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
@@ -70,23 +76,25 @@ def check_invariants(engine: Engine) -> None:
     """Owners are as the pools say; a running request has room for what it has cached; in debug mode
     nothing was written where nobody is."""
     m = engine._manager
-    running = engine._running
+    running = engine._scheduler.running
     assert all(r.slot is not None and not r.done for r in running)
     m.audit([(r.slot or TRASH, r.blocks) for r in running])
     for r in running:
         assert 0 <= r.num_cached < len(r.ids) <= r.num_prompt + r.max_tokens
         assert len(r.blocks) * m.block_size >= r.num_prompt + r.max_tokens
-    assert all(r.slot is None and not r.blocks and not r.done for r in engine._waiting)
+    assert all(r.slot is None and not r.blocks and not r.done for r in engine._scheduler.waiting)
     assert len(m.snapshots) <= m.max_snapshots
     for s in m.snapshots:
         assert len(s.blocks) == m.blocks_for(len(s.token_ids))
     if engine.settings.debug:
         slots = {r.slot for r in running}
-        free = [slot for slot in range(m.slots.size + 1) if slot not in slots]
+        # Trash is nobody's, but a row that has ended on the device writes there.
+        first = TRASH + engine._runner.loop.runs_ahead
+        free = [slot for slot in range(first, m.slots.size + 1) if slot not in slots]
         assert m.cache.state[:, free].isnan().all() and m.cache.conv_state[:, free].isnan().all()
         held = {b for r in running for b in r.blocks} | {b for s in m.snapshots for b in s.blocks}
         pages = m.cache.latent.unflatten(1, (-1, m.block_size))
-        unheld = [block for block in range(m.blocks.size + 1) if block not in held]
+        unheld = [block for block in range(first, m.blocks.size + 1) if block not in held]
         assert pages[:, unheld].isnan().all()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanok3 import runner as runner_module
+from nanok3 import decode as decode_module
 from nanok3.chat import Segment
 from nanok3.engine import Engine
 from nanok3.sampling import SampledTokens
@@ -66,7 +66,7 @@ def main(replies: list[dict[str, Any]], arguments: list[str]) -> None:
         time.sleep(delay)
         step(self)
 
-    runner_module.sample = script
+    decode_module.sample = script
     Engine.submit, Engine.step = scripted_submit, slow_step  # type: ignore[method-assign]
     sys.argv = ["nanok3", *arguments]
     cli_main()

@@ -495,7 +495,10 @@ def test_stop_leaves_whole_lines_to_resume_from(engine: Engine, tmp_path: Path) 
     counts = run(engine, source, part, should_stop=lambda: next(polls) > 6)
     assert counts.interrupted and 0 < len(records(part)) == counts.done < 8
     assert whole.read_bytes().startswith(part.read_bytes())
-    for request in [*engine._running, *engine._waiting]:  # the next test's engine is empty
+    for request in [
+        *engine._scheduler.running,
+        *engine._scheduler.waiting,
+    ]:  # the next test's engine is empty
         engine.cancel(request)
     assert not run(engine, source, part, resume=True).interrupted
     assert part.read_bytes() == whole.read_bytes()

@@ -17,7 +17,7 @@ from scripted import Script, reply_ids
 from tiny import TINY, make_checkpoint
 
 from nanok3 import commands
-from nanok3 import runner as runner_module
+from nanok3 import decode as decode_module
 from nanok3.chat import Segment
 from nanok3.chat_session import ChatSession
 from nanok3.config import EngineConfig
@@ -45,7 +45,7 @@ def session(engine: Engine, **sampling: Any) -> ChatSession:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(runner_module, "sample", script)
+    monkeypatch.setattr(decode_module, "sample", script)
     return script
 
 

@@ -307,7 +307,8 @@ def test_logits_of_as_many_ids_as_there_is_room_for() -> None:
 # ---- everything at random ----
 
 
-def test_fuzz() -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_fuzz(runs_ahead: bool) -> None:
     """Arrivals, cancels, foreign logits and tiny pools at random: nothing leaks, and every reply is
     its solo run's, whole or up to where it was cancelled (pitfall E-12)."""
     known: dict[tuple[tuple[int, ...], SamplingParams], Result] = {}
@@ -322,7 +323,11 @@ def test_fuzz() -> None:
         (3, 13, 8, 1),
     ):
         engine = make_engine(
-            max_num_reqs=reqs, num_blocks=blocks, num_snapshots=snapshots, prefill_chunk=chunk
+            runs_ahead=runs_ahead,
+            max_num_reqs=reqs,
+            num_blocks=blocks,
+            num_snapshots=snapshots,
+            prefill_chunk=chunk,
         )
         requests: list[Request] = []
         for _ in range(70):

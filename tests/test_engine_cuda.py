@@ -1,9 +1,11 @@
-"""The engine on a GPU: golden values, the CPU's ids, graphs against eager, changing company."""
+"""The engine on a GPU: golden values, the CPU's ids, graphs against eager, changing company, and a
+loop that waits for nothing but results."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from compare import check_equal
 from torch import Tensor
 
-from nanok3 import runner as runner_module
 from nanok3.config import EngineConfig
 from nanok3.engine import Engine
+from nanok3.graph import Capture, Run
+from nanok3.request import Request
 from nanok3.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +35,25 @@ PROMPTS = [
 ]
 
 
+# What `Capture` gave -> the call that it captured.
+CAPTURED: dict[Run, Run] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remember_captures() -> Iterator[None]:
+    capture = Capture.__call__
+
+    def remember(self: Capture, run: Run) -> Run:
+        replay = capture(self, run)
+        CAPTURED[replay] = run
+        return replay
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Capture, "__call__", remember)
+        yield
+    CAPTURED.clear()  # with the graphs
+
+
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     path = tmp_path_factory.mktemp("golden")
@@ -45,29 +67,24 @@ def mini() -> Engine:
     return Engine.load(MINI, device="cuda", settings=EngineConfig(max_num_reqs=8, num_snapshots=0))
 
 
-@pytest.fixture
-def logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of every decode step."""
-    seen: list[Tensor] = []
-    sample = runner_module.sample
-
-    def keep(values: Tensor, *args: Any) -> Any:
-        seen.append(values.clone())
-        return sample(values, *args)
-
-    monkeypatch.setattr(runner_module, "sample", keep)
-    return seen
+def first_logits(engine: Engine, request: Request) -> Tensor:
+    """[V], of the request's first decode step."""
+    loop = engine._runner.loop
+    while request not in loop.batch:
+        engine.step()
+    return loop.state.logits[loop.batch.index(request)].clone()
 
 
 @pytest.mark.parametrize("length", [1, 7, 70, 200])
-def test_golden_within_the_stored_tolerances(
-    golden: Engine, logits: list[Tensor], length: int
-) -> None:
+def test_golden_within_the_stored_tolerances(golden: Engine, length: int) -> None:
     stored = np.load(ROOT / "data" / "golden_expected.npz")
     ids = [int(i) for i in stored[f"ids_{length}"]]
-    result = golden.generate(ids, SamplingParams(max_tokens=24, **GREEDY))
+    request = golden.submit(ids, SamplingParams(max_tokens=24, **GREEDY))
+    logits = first_logits(golden, request)
+    golden.run([request])
+    result = request.result()
     right = torch.from_numpy(stored[f"last_logits_{length}"]).double()
-    error = float((logits[0][0].cpu().double() - right).norm() / right.norm())
+    error = float((logits.cpu().double() - right).norm() / right.norm())
     print(f"{length} ids: relative L2 {error:.4f}")
     assert error <= float(stored["tol_bf16_last_rel_l2"])
     wanted = [int(i) for i in stored[f"greedy_{length}"]]
@@ -111,29 +128,177 @@ def test_changing_company_changes_nothing(mini: Engine) -> None:
         assert request.result().token_ids == ids
 
 
-def test_replay_is_bitwise_eager(mini: Engine) -> None:
-    """The same rows through the graph and through the same ops outside it."""
-    captured = mini._runner._captured.__self__  # type: ignore[union-attr]
-    manager = mini._runner.manager
-    cache = manager.cache
-    taken = [manager.admit([], 64) for _ in range(3)]
-    rows = [
-        runner_module.Row(10 + i, 0, t[1][0] * manager.block_size, t[0], t[1])
-        for i, t in enumerate(taken)
-        if t is not None
+# ---- the loop on the device ----
+
+
+def start(engine: Engine, **options: Any) -> list[Request]:
+    """Three requests in one batch, a few ids into their replies."""
+    params = [SamplingParams(seed=i, max_tokens=200, **options) for i in range(3)]
+    requests = [engine.submit([300 + i, 20, 40 + i], p) for i, p in enumerate(params)]
+    for request in requests:
+        request.stop_ids = frozenset()  # they must not end
+    while len(engine._runner.loop.batch) < 3 or min(r.num_output for r in requests) < 3:
+        engine.step()
+    return requests
+
+
+def stop(engine: Engine, requests: list[Request]) -> None:
+    for request in requests:
+        engine.cancel(request)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    GREEDY,
+    {"min_p": 0.01},
+    {"top_p": 0.9, "top_k": 20},
+    {"frequency_penalty": 0.5},
+    {"top_p": 0.9, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_replay_is_bitwise_eager(mini: Engine, options: dict[str, Any]) -> None:
+    """The same rows through the graphs and through what was captured in them."""
+    requests = start(mini, **options)
+    loop, cache = mini._runner.loop, mini._manager.cache
+    memory, block = loop._memory, mini.settings.block_size
+    live = [memory._device, *(getattr(loop.state, n) for n in ("counts", "finite", "result"))]
+    live += [cache.state, cache.conv_state, cache.latent]
+    before = [t.clone() for t in live]
+
+    def results() -> list[Tensor]:
+        own = [cache.state[:, 1:], cache.conv_state[:, 1:], cache.latent[:, block:]]  # not trash
+        return [t.clone() for t in (*live[:4], *own, loop.state.logits[:3])]
+
+    def restore() -> None:
+        for tensor, old in zip(live, before, strict=True):
+            tensor.copy_(old)
+
+    loop._compute[4]()
+    loop._draw_now()
+    replayed = results()
+    restore()
+    with torch.inference_mode():
+        CAPTURED[loop._compute[4]]()
+        CAPTURED[loop._draw_now]()
+    for found, expected in zip(results(), replayed, strict=True):
+        check_equal(found, expected)
+    restore()  # the host has not seen these steps
+    stop(mini, requests)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steady_steps_wait_for_nothing_and_allocate_nothing(
+    mini: Engine, options: dict[str, Any]
+) -> None:
+    """Twenty steps: no allocation, no call that waits for the device but the wait for a result."""
+    requests = start(mini, **options)
+    before = [r.num_output for r in requests]
+    torch.cuda.synchronize()
+    memory = torch.cuda.memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            mini.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = torch.cuda.memory_stats()
+    assert [r.num_output for r in requests] == [n + 20 for n in before]
+    for kind in ("allocation.all", "segment.all"):
+        for what in ("allocated", "freed"):
+            assert after[f"{kind}.{what}"] == memory[f"{kind}.{what}"], f"{kind}.{what}"
+    stop(mini, requests)
+
+
+def test_the_checks_of_the_test_above_can_fail() -> None:
+    x = torch.ones(4, device="cuda")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError):
+            x.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] > before
+
+
+def test_a_step_is_queued_while_the_last_one_runs(mini: Engine) -> None:
+    """The device is busy for a second; the host queues the next step all the same."""
+    requests = start(mini, **GREEDY)
+    loop = mini._runner.loop
+    assert loop.num_queued == 1
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_500_000_000)  # clock cycles
+    loop.queue()
+    newest = loop._readback._events[(loop._num_steps - 1) % 2]
+    assert not newest.query() and loop.num_queued == 2
+    mini.step()  # reads both, and goes on
+    assert newest.query()
+    stop(mini, requests)
+
+
+def jobs_with_ends(engine: Engine) -> list[SamplingParams]:
+    """Ends of every kind, from what is said without them."""
+    free = engine.generate(PROMPTS[0], SamplingParams(max_tokens=40, **GREEDY), thinking=False)
+    ids = free.token_ids
+    assert len(ids) > 12 and len(free.text) > 4, free
+    return [
+        SamplingParams(max_tokens=11, **GREEDY),
+        SamplingParams(max_tokens=40, stop_token_ids=(ids[9],), **GREEDY),
+        SamplingParams(max_tokens=40, stop=(free.text[2:4],), **GREEDY),
+        SamplingParams(max_tokens=40, stop_token_ids=tuple(range(1000, 1100)), **GREEDY),
+        SamplingParams(max_tokens=30, seed=5, top_p=0.95, presence_penalty=0.5),
+        SamplingParams(max_tokens=30, seed=6, logprobs=1),
     ]
-    before = [t.clone() for t in (cache.conv_state, cache.state)]
-    replayed = captured.logits(rows).clone()
-    after = [t.clone() for t in (cache.conv_state, cache.state)]
-    for tensor, old in zip((cache.conv_state, cache.state), before, strict=True):
-        tensor.copy_(old)
-    graph = captured._graphs[4]
-    graph.buffers.fill(rows)
-    with torch.no_grad():
-        eager = captured.run(graph.buffers.step)[: len(rows)]
-    check_equal(eager, replayed, "logits")
-    for tensor, new in zip((cache.conv_state, cache.state), after, strict=True):
-        check_equal(tensor[:, 1:], new[:, 1:], "state")
-    for t in taken:
-        assert t is not None
-        manager.release(t[0], t[1])
+
+
+def test_running_ahead_changes_no_reply(mini: Engine) -> None:
+    """Alone and together, every kind of end, against the same engine waiting for each step."""
+    loop, alone, together = mini._runner.loop, [], []
+    params = jobs_with_ends(mini)
+    for runs_ahead in (False, True):
+        loop.runs_ahead = runs_ahead
+        try:
+            alone.append([mini.generate(PROMPTS[0], p, thinking=False) for p in params])
+            requests = [mini.submit(PROMPTS[0], p, thinking=False) for p in params]
+            mini.run(requests)
+            together.append([r.result().token_ids for r in requests])
+        finally:
+            loop.runs_ahead = True
+    print(*((r.finish_reason, len(r.token_ids)) for r in alone[0]))
+    assert alone[0] == alone[1]
+    assert together[0] == together[1] == [r.token_ids for r in alone[0]]
+
+
+def test_what_is_kept_after_an_end_is_exact_when_running_ahead() -> None:
+    """At a stop id and at the limit: the same ids and bits of caches as when waiting."""
+    engine = Engine.load(MINI, device="cuda", settings=EngineConfig(max_num_reqs=2, debug=True))
+    loop, manager, kept = engine._runner.loop, engine._manager, []
+    for runs_ahead in (False, True):
+        loop.runs_ahead = runs_ahead
+        snapshots = []
+        for params in jobs_with_ends(engine)[:2]:
+            for snapshot in list(manager.snapshots):
+                manager.drop(snapshot)
+            engine.generate(PROMPTS[0], params, thinking=False)
+            for s in manager.snapshots:
+                pages = torch.cat([manager._block(b) for b in s.blocks], 1)[:, : len(s.token_ids)]
+                snapshots.append((s.token_ids, [s.state, s.conv_state, pages]))
+        kept.append(snapshots)
+    assert len(kept[0]) == len(kept[1]) == 4
+    for (ids, tensors), (right_ids, right) in zip(kept[1], kept[0], strict=True):
+        assert ids == right_ids
+        for found, expected in zip(tensors, right, strict=True):
+            check_equal(found, expected)
+
+
+def test_strict_mode_computes_rows_one_by_one() -> None:
+    """In one graph: the same bits in company as alone."""
+    settings = EngineConfig(max_num_reqs=3, num_snapshots=0, strict=True)
+    engine = Engine.load(MINI, device="cuda", settings=settings)
+    params = SamplingParams(max_tokens=8, logprobs=3, **GREEDY)
+    prompts = [[5], [90, 91], [40, 41, 42]]
+    alone = [engine.generate(p, params) for p in prompts]
+    requests = [engine.submit(p, params) for p in prompts]
+    engine.run(requests)
+    assert [r.result() for r in requests] == alone

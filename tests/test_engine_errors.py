@@ -24,6 +24,7 @@ from engines import (
     submit,
 )
 
+from nanok3 import decode as decode_module
 from nanok3 import runner as runner_module
 from nanok3.checkpoint import CheckpointError
 from nanok3.config import ConfigError, EngineConfig
@@ -328,14 +329,15 @@ def test_leaving_a_stream_early_cancels() -> None:
     check_released(engine)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 @pytest.mark.parametrize("call", [1, 3, 9, 12, 13])  # in the prefill, in the decode of either
 def test_an_interrupted_step_leaves_no_half_step_behind(
-    monkeypatch: pytest.MonkeyPatch, when: str, call: int
+    monkeypatch: pytest.MonkeyPatch, when: str, call: int, runs_ahead: bool
 ) -> None:
     """Ctrl-C falls anywhere in a forward: some layers have moved on, some have not, and nobody may
     go on from there."""
-    engine = make_engine(prefill_chunk=3)
+    engine = make_engine(prefill_chunk=3, runs_ahead=runs_ahead)
     forward, layer = runner_module.model.forward, runner_module.model.mla_layer
     calls = 0
 
@@ -379,7 +381,7 @@ def test_an_interrupted_step_leaves_no_half_step_behind(
 
 def test_an_interruption_between_the_row_and_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    sample, calls = runner_module.sample, 0
+    sample, calls = decode_module.sample, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
@@ -388,7 +390,7 @@ def test_an_interruption_between_the_row_and_its_id(monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         return sample(*args)
 
-    monkeypatch.setattr(runner_module, "sample", interrupted)
+    monkeypatch.setattr(decode_module, "sample", interrupted)
     request = engine.submit(ids_of(3), greedy(6))
     with pytest.raises(KeyboardInterrupt):
         engine.run([request])

@@ -1,15 +1,11 @@
-"""Buckets and the integers of a captured step; capture and replay need a GPU."""
+"""Buckets and results read later; capture and replay need a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from nanok3.graph import DecodeGraph, Row, StepBuffers, buckets, capture_all
-from nanok3.step import Step
-
-ROWS = [Row(11, 5, 133, 3, [2, 9]), Row(12, 0, 64, 1, [1])]
+from nanok3.graph import Capture, Readback, buckets
 
 
 @pytest.mark.parametrize(
@@ -19,31 +15,47 @@ def test_buckets_reach_every_number(most: int, sizes: list[int]) -> None:
     assert buckets(most) == sizes
 
 
-def test_fill_writes_rows_then_padding_at_fixed_addresses() -> None:
-    buffers = StepBuffers(num_reqs=3, max_blocks=2, block_size=64, device="cpu")
-    step = buffers.step
-    addresses = [t.data_ptr() for t in vars(step).values() if isinstance(t, Tensor)]
-    buffers.fill(ROWS + ROWS[:1])
-    buffers.fill(ROWS)
-    assert step.input_ids.tolist() == [11, 12, 0]
-    assert step.positions.tolist() == [5, 0, -1]
-    assert step.slot_mapping.tolist() == [133, 64, -1]
-    assert step.state_slots.tolist() == [3, 1, 0]
-    assert step.block_table.tolist() == [[2, 9], [1, 0], [0, 0]]
-    assert [t.data_ptr() for t in vars(step).values() if isinstance(t, Tensor)] == addresses
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_is_of_its_own_time(device: str) -> None:
+    source = torch.tensor([1, 2, 3], device=device)
+    readback = Readback(source, 2)
+    readback.copy(0)
+    source.add_(10)
+    readback.copy(1)
+    source.add_(10)
+    assert readback.read(0) == [1, 2, 3]
+    readback.copy(0)
+    assert readback.read(1) == [11, 12, 13]
+    assert readback.read(0) == [21, 22, 23]
 
 
 @pytest.mark.gpu
-def test_replay_sees_new_integers_and_padding_is_not_returned() -> None:
-    logits = torch.empty(4, 3, device="cuda")
+def test_reading_waits_for_nothing_queued_later() -> None:
+    source = torch.tensor([5], device="cuda")
+    readback = Readback(source, 2)
+    readback.copy(0)
+    torch.cuda._sleep(2_000_000_000)  # clock cycles, about a second
+    readback.copy(1)
+    assert readback.read(0) == [5]
+    assert not readback._events[1].query()
+    assert readback.read(1) == [5]
 
-    def run(step: Step) -> Tensor:
-        logits[: len(step.positions)].copy_(step.positions.unsqueeze(1).float().expand(-1, 3))
-        return logits[: len(step.positions)]
 
-    graphs = capture_all(4, 2, 64, "cuda", run)
-    assert sorted(graphs) == [1, 2, 4]
-    assert graphs[4].replay(ROWS).tolist() == [[5.0] * 3, [0.0] * 3]
-    assert graphs[1].replay(ROWS[1:]).tolist() == [[0.0] * 3]
-    assert graphs[4].replay(ROWS + ROWS).shape == (4, 3)
-    assert isinstance(graphs[2], DecodeGraph)
+@pytest.mark.gpu
+def test_replays_share_memory_and_see_new_values() -> None:
+    x, y, z = (torch.zeros(4, device="cuda") for _ in range(3))
+
+    def run_first() -> None:
+        y.copy_(x * 2 + 1)
+
+    def run_second() -> None:
+        z.copy_(y + x)
+
+    record = Capture()
+    double, add = record(run_first), record(run_second)
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        double()
+        add()
+        assert y.tolist() == [2 * value + 1] * 4
+        assert z.tolist() == [3 * value + 1] * 4

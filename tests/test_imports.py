@@ -43,10 +43,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"reference", "kernels", "comm"},
     "model": {"config", "weights", "cache", "step", "ops"},
     "count": {"config", "weight_table", "weights", "cache", "step", "ops", "model"},
-    "graph": {"step", "cache"},
+    "graph": set(),
+    "decode": {"cache", "sampling", "step"},
+    "loop": {"decode", "graph", "request", "sampling", "step"},
     "kernel_ops": {"config", "weights", "reference", "kernels", "ops"},
     "rank_weights": {"config", "weights", "reference", "random_weights", "kernel_ops"},
-    "captured": {"config", "weights", "cache", "step", "model", "graph", "kernel_ops"},
+    "captured": {"config", "weights", "step", "ops", "kernel_ops"},
     "device": set(),
     # text and ids
     "uniform": set(),
@@ -62,11 +64,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": {"channels", "grammar", "reply", "sampling", "stop", "tokenizer"},
     # all of it
     "runner": {
-        *("config", "weights", "cache", "step", "ops", "model", "graph", "captured"),
-        *("sampling", "request", "spec", "comm"),
+        *("config", "weights", "cache", "step", "ops", "model", "graph", "captured", "decode"),
+        *("loop", "sampling", "request", "spec", "comm"),
     },
+    "scheduler": {"cache", "loop", "request", "runner"},
     "engine": {
-        *("config", "checkpoint", "device", "progress", "cache", "runner"),
+        *("config", "checkpoint", "device", "progress", "cache", "runner", "scheduler"),
         *("weight_table", "weights"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
         "comm",
@@ -78,7 +81,7 @@ OTHERS: dict[str, set[str]] = {
     "torch": {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
-        *("device", "captured", "kernel_ops", "rank_weights"),
+        *("device", "captured", "kernel_ops", "rank_weights", "decode", "loop"),
         *("weight_table", "random_weights", "grammar"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },

@@ -33,11 +33,11 @@ def mla_latent_ref(
     x: Tensor, w: MLAWeights, cache: Tensor, slot_mapping: Tensor, *, out: Tensor
 ) -> None:
     """x [T, q_a | kv_a | gate] -> out [T, q_lora]; cache [slots, L + Dr] is written at
-    slot_mapping [T]."""
+    slot_mapping [T], where -1 (padding) stands for the trash row 0."""
     q_rank, rank = w.q_norm.shape[0], w.kv_norm.shape[0]
     q_a, kv_a = x[..., :q_rank], x[..., q_rank : q_rank + cache.shape[-1]]
     latent = rms_norm(kv_a[..., :rank], w.kv_norm, w.eps).to(cache.dtype)
-    cache[slot_mapping] = torch.cat([latent, kv_a[..., rank:].to(cache.dtype)], dim=-1)
+    cache[slot_mapping.clamp(min=0)] = torch.cat([latent, kv_a[..., rank:].to(cache.dtype)], dim=-1)
     out.copy_(rms_norm(q_a, w.q_norm, w.eps))
 
 

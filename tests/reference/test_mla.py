@@ -151,6 +151,15 @@ def test_latents(dtype: torch.dtype, size: float) -> None:
     assert (cache[untouched] == 1e30).all()
 
 
+def test_padding_writes_trash_and_no_other_row() -> None:
+    """Slot -1 must not be the last row, as it is to an index."""
+    w, x = mla_weights(torch.float32), random(4, 3, WIDTH).float()
+    cache = torch.full((12, RANK + DR), 7.0)
+    mla_latent_ref(x, w, cache, torch.tensor([-1, 5, -1]), out=torch.empty(3, Q_RANK))
+    changed = (cache != 7.0).any(-1).nonzero().flatten().tolist()
+    assert changed == [0, 5]
+
+
 def test_bf16_latents_are_rounded_before_and_after_the_weight() -> None:
     w, x = mla_weights(torch.bfloat16), inputs(1, 9, torch.bfloat16)[0][0]
     cache = torch.full((9, RANK + DR), float("nan")).bfloat16()

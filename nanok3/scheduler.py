@@ -1,0 +1,149 @@
+"""Which requests run: admission, one chunk of one prompt a step, decode steps, ends and snapshots.
+
+On a GPU decode runs one step ahead: a step of the engine queues step n + 1 of the device and then
+reads the ids of step n. So the host learns of an end one step late, and what the device did in that
+step must do no harm:
+
+- At a stop id and at the last allowed id the device ends the row itself (`decode.py`). Its caches
+  stay at the end of the reply, as if it had been alone.
+- What the host alone decides (a stop string, a cancel, text that fails) finds the row one id
+  further. That id is dropped. What the caches then hold is every id of the request, one more than
+  otherwise, and the snapshot says so.
+
+Before a request's slot and blocks go back, all queued steps are read (`_drain`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from nanok3.cache import TRASH, CacheManager
+from nanok3.loop import Drawn
+from nanok3.request import Request
+from nanok3.runner import Runner
+
+
+class Scheduler:
+    """The requests that wait and run, over one runner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._runner = runner
+        self._loop = runner.loop
+        self._manager: CacheManager = runner.manager
+
+    def step(self) -> None:
+        """Admit, run one chunk of one prompt, one decode step of every request that decodes."""
+        for request in [r for r in self.running if r.in_flight]:  # between two steps for ever
+            request.finish("error", "the step that this request was in was interrupted")
+        if any(r.done for r in self.running):
+            self._drain()
+        self._admit()
+        if self._runner.settings.debug:
+            self._manager.audit([(r.slot or TRASH, r.blocks) for r in self.running])
+        prefilling = next((r for r in self.running if r.num_pending > 1), None)
+        if prefilling is not None:
+            count = min(prefilling.num_pending - 1, self._runner.settings.prefill_chunk)
+            self._runner.prefill(prefilling, count, with_logits=False)
+            if prefilling.num_pending == 1:
+                self._keep(prefilling)
+        self._decode()
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request now; its partial output stays readable. Nothing happens if it is done."""
+        if request.done:
+            return
+        request.finish("cancelled")
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self._loop.batch:
+            self._drain()
+        else:
+            self._retire_done()
+
+    def _admit(self) -> None:
+        while self.waiting:
+            request = self.waiting[0]
+            taken = self._manager.admit(request.ids, request.num_prompt + request.max_tokens)
+            if taken is None:
+                assert self.running, "submit refuses what an empty cache cannot hold"
+                return
+            request.slot, request.blocks, request.num_cached = taken
+            request.num_reused = request.num_cached
+            self.running.append(self.waiting.popleft())
+
+    def _decode(self) -> None:
+        """Queues a step, and hands out what was drawn by all but the steps that may stay queued."""
+        loop = self._loop
+        self._catch_up()  # a step that was interrupted may have left one too many
+        rows = self._rows()
+        if rows != loop.batch:
+            self._drain()
+            rows = self._rows()  # without those who ended
+            if rows:
+                loop.compose(rows)
+        if rows:
+            loop.queue()
+        self._catch_up()
+        if any(r.done for r in loop.batch):
+            self._drain()
+
+    def _catch_up(self) -> None:
+        while self._loop.num_queued > self._loop.most_queued:
+            self._hand_out()
+
+    def _rows(self) -> list[Request]:
+        """Who has a row in the next step. Not those whose last allowed id is queued already."""
+        return [
+            r
+            for r in self.running
+            if r.num_pending == 1 and r.num_output + self._loop.num_ahead(r) < r.max_tokens
+        ]
+
+    def _drain(self) -> None:
+        """Reads all queued steps, and lets go of the requests that are done."""
+        while self._loop.num_queued:
+            self._hand_out()
+        self._loop.dissolve()
+        self._retire_done()
+
+    def _hand_out(self) -> None:
+        """The ids of the oldest queued step."""
+        for request, drawn in self._loop.read():
+            if not drawn.finite:  # it stays in flight: nobody may go on from these caches
+                request.finish("error", "the model's logits are not finite")
+                self._manager.forget(request.ids)
+                continue
+            if not request.done:
+                _take(request, drawn)
+            request.in_flight = False
+
+    def _retire_done(self) -> None:
+        for request in [r for r in self.running if r.done]:
+            self.running.remove(request)
+            # Only what a finite row of logits has vouched for: not the half of a prompt.
+            vouched = not request.in_flight and request.num_pending <= 1
+            if request.finish_reason != "error" and vouched:
+                self._keep(request)
+            assert request.slot is not None
+            self._manager.release(request.slot, request.blocks)
+            request.slot, request.blocks = None, []
+
+    def _keep(self, request: Request) -> None:
+        """A snapshot to go on from, of exactly what is cached."""
+        assert request.slot is not None
+        self._manager.snapshot(request.ids[: request.num_cached], request.slot, request.blocks)
+
+
+def _take(request: Request, drawn: Drawn) -> None:
+    """The id that a step drew for a request that goes on."""
+    assert not drawn.ended, "the device ended a row that the host has not ended"
+    if drawn.token_id < 0:
+        request.finish("error", "min_tokens and the stop ids leave no id to draw")
+        return
+    if drawn.logprob is not None:
+        request.logprobs.append(drawn.logprob)
+    if request.gaps is not None and drawn.gap is not None:
+        request.gaps.append(drawn.gap)
+    request.take(drawn.token_id)
