@@ -244,7 +244,7 @@ def effects(program: Program, s: Statement, mask: str) -> list[str]:
     if s.name.startswith(("griddepcontrol", "fence", "createpolicy")):
         if s.name == "griddepcontrol.wait":
             return ["w.wait_for_earlier_grids()"]
-        if s.name.startswith("fence.proxy.async"):
+        if s.name in ("fence.proxy.async", "fence.proxy.async.global"):
             return ["w.fence_async()"]
         return [put(o[0], program.read("0", "b64"))] if head == "createpolicy" else []
     if s.name.startswith("ld.param"):

@@ -62,7 +62,7 @@ from nanok3.kernels.mega.sizes import MOST_STREAMS, TILE, WARPS, Sizes
 
 LOG2_E = 1.4426950408889634
 LOWEST = -1e30  # below any score, and finite: no inf - inf
-COLUMNS_IN_FLIGHT = 2  # groups of 4 columns of x that a thread makes at once
+MOST_LOADS = 8  # groups of 4 columns of x that a thread keeps in flight
 
 
 class AttnRes(Traced):
@@ -214,33 +214,47 @@ class AttnRes(Traced):
             cp_async_16(r.shared("norm") + piece * 16, norm + Int64((first + piece * 8) * 2))
         cute.arch.cp_async_commit_group()
         r.wait("stats")
+        loads = -(-self.rows * width // (4 * THREADS))
+        batch = min(loads, MOST_LOADS)
+        columns = self.fetch(
+            r, last, first, width, count, 0, batch
+        )  # they come while rows are weighed
         self.weigh(r, last, half, count)
         cute.arch.cp_async_wait_group(0)
         r.bar()
-        groups = count * (width // 4)
-        stream, prefix = self.stream(r, last), r.buffer("prefix")
-        for base in cutlass.range(r.tid, groups, COLUMNS_IN_FLIGHT * THREADS, unroll=1):
-            loaded = []
-            for i in cutlass.range_constexpr(COLUMNS_IN_FLIGHT):
-                group = cutlass.min(base + i * THREADS, groups - 1)
-                row, column = group // (width // 4), group % (width // 4) * 4
-                at = Int64(row * self.sizes.hidden + first + column)
-                loaded.append((ld_global_f32x4(prefix + at * 4), ld_global_u32x2(stream + at * 2)))
-            for i in cutlass.range_constexpr(COLUMNS_IN_FLIGHT):
-                group = cutlass.min(base + i * THREADS, groups - 1)
-                row, column = group // (width // 4), group % (width // 4) * 4
-                old, words = loaded[i]
-                new = [f(w) for w in words for f in (bf16_low, bf16_high)]
-                alpha = ld_shared_f32(r.shared("mix") + row * 8)
-                beta = ld_shared_f32(r.shared("mix") + row * 8 + 4)
-                scale = [
-                    f(w)
-                    for w in ld_shared_u32x2(r.shared("norm") + column * 2)
-                    for f in (bf16_low, bf16_high)
-                ]
-                v = [rounded(alpha * old[k] + beta * new[k]) * scale[k] for k in range(4)]
-                at = x + row * x_stride(width) + column * 2
-                st_shared_u32x2(at, (pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])))
+        for begin in cutlass.range_constexpr(0, loads, batch):
+            if const_expr(begin > 0):
+                columns = self.fetch(r, last, first, width, count, begin, min(batch, loads - begin))
+            for i in cutlass.range_constexpr(min(batch, loads - begin)):
+                self.mix(r, x, width, count, begin + i, *columns[i])
+
+    def group(self, r, width, count, i):
+        """-> row, column (of the slice) of the 4 columns of x that are a thread's i-th; past the
+        end the last ones."""
+        group = cutlass.min(r.tid + i * THREADS, count * (width // 4) - 1)
+        if self.rows == 1:
+            return Int32(0), group * 4
+        return group // (width // 4), group % (width // 4) * 4
+
+    def fetch(self, r, last, first, width, count, begin, number):
+        """Four columns each of the prefix and of the stream that p is."""
+        prefix, stream, columns = r.buffer("prefix"), self.stream(r, last), []
+        for i in range(begin, begin + number):
+            row, column = self.group(r, width, count, i)
+            at = Int64(row * self.sizes.hidden + first + column)
+            columns.append((ld_global_f32x4(prefix + at * 4), ld_global_u32x2(stream + at * 2)))
+        return columns
+
+    def mix(self, r, x, width, count, i, old, words):
+        row, column = self.group(r, width, count, i)
+        new = [f(w) for w in words for f in (bf16_low, bf16_high)]
+        alpha = ld_shared_f32(r.shared("mix") + row * 8)
+        beta = ld_shared_f32(r.shared("mix") + row * 8 + 4)
+        norms = ld_shared_u32x2(r.shared("norm") + column * 2)
+        scale = [f(w) for w in norms for f in (bf16_low, bf16_high)]
+        v = [rounded(alpha * old[k] + beta * new[k]) * scale[k] for k in range(4)]
+        at = x + row * x_stride(width) + column * 2
+        st_shared_u32x2(at, (pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])))
 
     @cute.jit
     def weigh(self, r, last: Int32, half: Constexpr[int], count: Int32):

@@ -93,9 +93,8 @@ class Down(Frozen):
                     here = cutlass.min(count - group, WARPS)
                     slot = r.claim(here * tiles * self.part_bytes)
                     mine, side = r.lane % WARPS, r.lane // WARPS
-                    if const_expr(
-                        self.num_parts == 1
-                    ):  # an expert's tiles lie one behind the other
+                    if const_expr(self.num_parts == 1):
+                        # an expert's tiles lie one behind the other
                         copies, num_bytes = Int32(1), tiles * self.part_bytes
                     else:
                         copies, num_bytes = tiles, Int32(self.part_bytes)
@@ -116,9 +115,8 @@ class Down(Frozen):
         for i in cutlass.range(r.tid, self.act_stride // 4, THREADS, unroll=1):
             st_shared_u32(act + self.sizes.act_rows * self.act_stride + i * 4, Uint32(0))
         if const_expr(self.num_parts == 1):
-            if first < end:
-                self.stage_act(r, act, Int32(0))
-                r.bar()
+            self.stage_act(r, act, Int32(0))
+            r.bar()
         total = cute.make_rmem_tensor((4 * SIDE,), Float32)
         x = cute.make_rmem_tensor((8 * len(self.pairs()),), Uint32)
         weights = cute.make_rmem_tensor((2,), Float32)
@@ -177,8 +175,7 @@ class Down(Frozen):
         for i, (first, second) in enumerate(self.pairs()):
             at = x_row + self.block_of(r, first, second) * (2 * BLOCK) + quad % 2 * 32
             if const_expr(first == second):  # one block: the other half of the quad adds zeros
-                if quad >= 2:
-                    at = zeros
+                at = at + Int32(quad >= 2) * (zeros - at)
             low, high = ld_shared_u32x4(at), ld_shared_u32x4(at + 16)
             for j in cutlass.range_constexpr(4):
                 x[8 * i + j] = low[j]

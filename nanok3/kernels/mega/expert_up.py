@@ -25,6 +25,7 @@ from nanok3.dsl import (
     ld_global_u16,
     ld_shared_u32x4,
     pack_bf16,
+    select_f32,
     situ,
     st_global_u16,
     st_shared_u32,
@@ -123,9 +124,9 @@ class Up(Frozen):
         step = self.rows * product.rows * 4
         value = tree([ld_global_f32(base + Int64(s * step)) for s in range(product.slices)])
         if const_expr(sizes.latent_first % PIECE != 0 or sizes.latent_rows % PIECE != 0):
-            if own != column - sizes.latent_first:
-                word = ld_global_u16(r.latent + Int64(row * sizes.latent + column) * 2)
-                value = bf16_low(word)
+            word = ld_global_u16(r.latent + Int64(row * sizes.latent + column) * 2)
+            foreign = Uint32(own != column - sizes.latent_first)
+            value = select_f32(foreign, bf16_low(word), value)
         return value
 
     # ---- items ----

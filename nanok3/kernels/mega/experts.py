@@ -31,10 +31,12 @@ class Experts(Frozen):
     def compute(self, r):
         """The compute warps."""
         z = r.shared("scratch")
+        r.begin("expert_up")
         self.up.stage(r, z)
         r.bar()
         self.up.compute(r, z)
         r.signal("expert_act")
+        r.begin("expert_down")
         r.wait("expert_act")
         self.down.compute(r)
         r.signal("routed")

@@ -66,7 +66,7 @@ from nanok3.kernels.kda_tile import (
     KDATile,
     convolved,
 )
-from nanok3.kernels.mega.linear import x_stride
+from nanok3.kernels.mega.linear import partial_bytes, x_stride
 from nanok3.kernels.mega.sizes import Sizes
 
 HISTORY = TAPS - 1  # rows of a window
@@ -101,8 +101,12 @@ class KDA:
         self.tile = KDATile(self.rows, sizes.lower_bound)
         self.gate_at = self.tile.num_bytes  # [T, COLUMNS] f32, after the sigmoid
         self.beta_at = self.gate_at + self.rows * VALUE_ROW  # [T] words, before it
-        self.windows_at = max(self.beta_at + self.rows * 16, self.rows * x_stride(self.width))
-        self.scratch_bytes = self.windows_at + self.most_units * WINDOW_BYTES
+        # from "partial" on, which lies before "scratch" and is free while heads are made
+        parts = 2 * partial_bytes(self.rows)
+        self.windows_at = max(
+            self.beta_at + self.rows * 16, parts + self.rows * x_stride(self.width)
+        )
+        self.scratch_bytes = self.windows_at + self.most_units * WINDOW_BYTES - parts
 
     def load(self, r):
         """The loader warp: nothing comes through the ring."""
@@ -138,7 +142,7 @@ class KDA:
     @cute.jit
     def compute_heads(self, r):
         """-> where `store` puts the state of the CTA's last unit, 0 if it has none."""
-        base, sms = r.shared("scratch"), self.sizes.sms
+        base, sms = r.shared("partial"), self.sizes.sms
         first, count = self.share(r)
         request, head, quarter = self.place(first)
         states = zeros(2, Int64)
@@ -176,7 +180,7 @@ class KDA:
     def store(self, r, state: Int64):
         """The state that the CTA's last unit leaves."""
         if state != 0:
-            self.tile.store_state(r.shared("scratch"), state, r.tid)
+            self.tile.store_state(r.shared("partial"), state, r.tid)
 
     @cute.jit
     def ask(self, r, base: Int32, request: Int32, head: Int32, quarter: Int32, asked: Asked):
@@ -357,7 +361,7 @@ class KDA:
     @cute.jit
     def store_windows(self, r):
         first, count = self.share(r)
-        windows, conv_state = r.shared("scratch") + self.windows_at, r.field("kda.conv_state")
+        windows, conv_state = r.shared("partial") + self.windows_at, r.field("kda.conv_state")
         # by the last threads: they have the fewest groups of x
         for i in cutlass.range(THREADS - 1 - r.tid, count * PIECES, THREADS, unroll=1):
             index, piece = i // PIECES, i % PIECES

@@ -1,7 +1,8 @@
 """The persistent kernel: one launch for layers, or for a whole step with embedding and head.
 
 A CTA an SM, cooperative, so that all run at once: WARPS compute warps and one loader warp trace the
-same texts (functions of a record of ops), once for each kind of layer, inside a loop over layers.
+same texts (functions of a record of ops), once for each kind of layer, inside a loop over layers;
+one more warp passes on their signals.
 
     embedding or the caller's delta -> [attention sub-layer -> MLP sub-layer] x layers -> logits or
     the caller's delta
@@ -23,7 +24,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from nanok3.dsl import compile_kernel, ld_relaxed_u32, st_relaxed_u32
+from nanok3.dsl import compile_kernel, ld_relaxed_u32, st_relaxed_u32, st_shared_u32
 from nanok3.kernels.mega.attn_res import AttnRes
 from nanok3.kernels.mega import fields
 from nanok3.kernels.mega.experts import Experts
@@ -31,7 +32,7 @@ from nanok3.kernels.mega.kda import KDA
 from nanok3.kernels.mega.linear import Linear, partial_bytes
 from nanok3.kernels.mega.mla import MLA
 from nanok3.kernels.mega.ops import ComputeOps, LoadOps
-from nanok3.kernels.mega.role import LIMIT, NEXT_SIGNAL
+from nanok3.kernels.mega.role import FLIGHT, LIMIT, NEXT_SIGNAL, PENDING, Signaller
 from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import (
     MOST_STREAMS,
@@ -44,7 +45,7 @@ from nanok3.kernels.mega.sizes import (
     Sizes,
 )
 
-THREADS = 32 * (WARPS + 1)
+THREADS = 32 * (WARPS + 2)
 Text = Callable[[Any], None]
 
 # The kernel's parameters: addresses, then numbers.
@@ -94,11 +95,12 @@ class Program:
         waits: bool = True,
         stamps: bool = False,
         limit: int = LIMIT,
+        flight: int = FLIGHT,
     ) -> None:
         """texts: "kda", "mla", "moe", "dense" and "head", as far as there are such layers; whole:
         with embedding and head, else layers only, from and to the caller's delta."""
         self.sizes, self.texts, self.whole = sizes, texts, whole
-        self.waits, self.stamps, self.limit = waits, stamps, limit
+        self.waits, self.stamps, self.limit, self.flight = waits, stamps, limit, flight
         self.op_names: list[str] = []
         self.attn_res = AttnRes(sizes)
         self.products = {name: Linear(sizes, p) for name, p in sizes.products.items()}
@@ -110,9 +112,10 @@ class Program:
             "shared": own,
             "current": own,
             "prefix": own,
+            "stop": 4,  # set when the compute warps are done
             "score": sizes.own_tiles * TILE * 4,
             "mix": PASS * 8,
-            "small": max(256, sizes.own_tiles * sizes.pass_rows * 16),
+            "small": max(4 * WARPS * PASS, sizes.own_tiles * sizes.pass_rows * 16),
             "norm": 2 * widest,
             "routed": self.units["route"].table_bytes,
             "partial": 2 * partial_bytes(sizes.pass_rows),
@@ -223,7 +226,7 @@ class Mega:
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, num_elems=2 * program.slots + 1)
+        barriers = smem.allocate_array(Int64, num_elems=2 * program.slots + 1 + PENDING)
         areas = Int32(smem.allocate(program.area_bytes, byte_alignment=128).toint())
         ring = Int32(smem.allocate(program.slots * SLOT_BYTES, byte_alignment=128).toint())
         if tid == 0:
@@ -231,8 +234,13 @@ class Mega:
                 cute.arch.mbarrier_init(barriers + slot, 1)
                 cute.arch.mbarrier_init(barriers + program.slots + slot, WARPS)
             cute.arch.mbarrier_init(barriers + 2 * program.slots, 1)
+            for i in cutlass.range_constexpr(PENDING):
+                cute.arch.mbarrier_init(barriers + 2 * program.slots + 1 + i, WARPS)
+            st_shared_u32(areas + program.areas["stop"], Uint32(0))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # written by CTA 0 of this launch only after it has heard of all others
+        first_signal = ld_relaxed_u32(sync + NEXT_SIGNAL)
         env = {
             **dict(
                 zip(
@@ -279,21 +287,24 @@ class Mega:
             "ring": ring,
             "slots": program.slots,
             "routed": barriers + 2 * program.slots,
+            "pending": barriers + 2 * program.slots + 1,
+            "first_signal": first_signal,
         }
-        # written by CTA 0 of this launch only after it has heard of all others
-        first_signal = ld_relaxed_u32(sync + NEXT_SIGNAL)
         if warp == WARPS:
-            self.run(LoadOps(program, env), first_signal, num_layers)
+            self.run(LoadOps(program, env), num_layers)
+        elif warp == WARPS + 1:
+            Signaller(program, env).run()
         else:
             role = ComputeOps(program, env)
-            self.run(role, first_signal, num_layers)
+            self.run(role, num_layers)
+            role.finish()
             if (role.cta == 0) & (tid == 0):
                 st_relaxed_u32(sync + NEXT_SIGNAL, role.block_signal[0])
 
     @cute.jit
-    def run(self, role, first_signal: Uint32, num_layers: Int32):
+    def run(self, role, num_layers: Int32):
         program = self.program
-        role.block_signal[0] = first_signal
+        role.block_signal[0] = role.first_signal
         role.prefetch_row(Int32(0))
         role.next_row()
         self.block(role, start)

@@ -1,13 +1,16 @@
 """Latent attention over the paged cache in the persistent kernel, split over the context.
 
     score[t, h, s] = softmax_scale (q_absorbed[t, h] . row[s, :L] + q_rope[t, h] . row[s, L:])
-    partial[unit, row] = sum_s 2^(c score - max) row[s, :L],  stats[unit, row] = max, sum;  c = log2 e
+    partial[unit, row] = sum_s 2^(c score - max) row[s, :L];  c = log2 e
+    stats[unit, row] = the largest c score, sum_s 2^(c score - max)
 
 Cut      A request's Q H (query, head) rows in groups of 16, its context in tiles of 48 tokens, the
-         tiles evenly in splits: as many as give each CTA one unit (request, group, split). A unit
-         without tiles writes nothing, `used_splits` says how many have some.
+         tiles evenly in splits: as many as give each CTA one unit (request, group, split), from the
+         last CTA on: the first ones have tiles of other products. A unit without tiles writes
+         nothing, `used_splits` says how many have some.
 Ring     A tile is two slots of 24 tokens in padded rows. Tokens beyond the context are zero there.
-         Rows that this step writes are asked for once "q_latent" is signalled, older ones at once.
+         Rows that this step writes are asked for once "q_latent" is signalled (if it is one row:
+         "q"), older ones at once.
 Warps    Of scores a warp adds up every 8th 16 columns, for all rows and tokens; then it softens
          two rows, and adds up L / 8 columns of values for all rows. Two barriers a tile.
 Rounding as `kernels/mla_decode`: float32 scores, probabilities in bf16 and added up as rounded.
@@ -71,6 +74,10 @@ class Attend(Traced):
 
     def cut(self, r):
         """-> rows of a request, its groups of (row, head) pairs, splits of a group, units."""
+        if self.sizes.pass_rows == 1:
+            groups = -(-self.sizes.mla_heads // ROWS)
+            splits = max(self.sizes.sms // groups, 1)
+            return Int32(1), Int32(groups), Int32(splits), Int32(groups * splits)
         queries = r.num_tokens // r.num_reqs
         groups = (queries * self.sizes.mla_heads + ROWS - 1) // ROWS
         splits = cutlass.max(self.sizes.sms // (r.num_reqs * groups), 1)
@@ -111,7 +118,7 @@ class Attend(Traced):
     def load(self, r, cache: Int64):
         queries, groups, splits, units = self.cut(r)
         fresh = Int32(0)  # whether this step's rows are known to be written
-        for unit in cutlass.range(r.cta, units, self.sizes.sms, unroll=1):
+        for unit in cutlass.range(self.sizes.sms - 1 - r.cta, units, self.sizes.sms, unroll=1):
             request = unit // (splits * groups)
             limit, oldest = self.reach(r, request, queries)
             begin, end = self.range_of(unit, limit, splits)
@@ -120,27 +127,29 @@ class Attend(Traced):
                 first = chunk * CHUNK
                 valid = cutlass.max(cutlass.min(limit - first, CHUNK), 0)
                 # looked up before the slot is free; a lane without a token looks up the last one
-                source = self.source(r, cache, table, cutlass.min(first + r.lane, limit - 1))
+                token = cutlass.min(first + r.lane, limit - 1)
+                block = ld_global_i64(table + Int64(token // self.sizes.block_size) * 8)
                 if (first + valid > oldest) & (fresh == 0):
                     self.await_rows(r)
                     fresh = Int32(1)
                 if valid < CHUNK:
                     self.clear(r, valid)
                 slot = r.claim(valid * self.row_bytes)
+                source = cache + self.row_of(r, block, token) * self.row_bytes
                 if r.lane < valid:
                     r.ask(slot, r.lane * self.stride, source, Int32(self.row_bytes))
 
-    def source(self, r, cache, table, token):
+    def row_of(self, r, block, token):
+        """Of the cache."""
         size = self.sizes.block_size
-        block = ld_global_i64(table + Int64(token // size) * 8)
         block = cutlass.max(cutlass.min(block, Int64(r.num_blocks - 1)), Int64(0))
-        return cache + (block * size + Int64(token % size)) * self.row_bytes
+        return block * size + Int64(token % size)
 
     @cute.jit
     def await_rows(self, r):
         """Until this step's cache rows are written, and bulk copies see them."""
         if const_expr(r.program.waits):
-            number = r.signal_of("q_latent")
+            number = r.signal_of("q" if self.sizes.pass_rows == 1 else "q_latent")
             if r.lane == 0:
                 r.look(r.counter(number), number, r.goal_of(number))
             cute.arch.sync_warp()
@@ -164,7 +173,7 @@ class Attend(Traced):
     @cute.jit
     def compute(self, r):
         queries, groups, splits, units = self.cut(r)
-        for unit in cutlass.range(r.cta, units, self.sizes.sms, unroll=1):
+        for unit in cutlass.range(self.sizes.sms - 1 - r.cta, units, self.sizes.sms, unroll=1):
             request = unit // (splits * groups)
             limit, _ = self.reach(r, request, queries)
             begin, end = self.range_of(unit, limit, splits)
@@ -256,9 +265,9 @@ class Attend(Traced):
         c = filled(8 * STEPS, 0.0)
         for i in cutlass.range_constexpr(self.warp_steps):
             step = r.warp + WARPS * i
-            if const_expr((i + 1) * WARPS <= self.steps):
+            if const_expr((i + 1) * WARPS <= self.steps):  # noqa: SIM114 - decided here
                 self.multiply(rows_at, step, quad_of(queries, i), c)
-            elif step < self.steps:
+            elif step < self.steps:  # decided on the GPU
                 self.multiply(rows_at, step, quad_of(queries, i), c)
         # 8 tokens and the next 8 change places in every second pair of rows: no bank conflicts
         row, swap = r.lane // 4, r.lane // 8 % 2 * 32

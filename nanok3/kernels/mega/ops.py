@@ -12,22 +12,24 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 
 from nanok3.dsl import (
+    bf16_high,
     bf16_low,
     ld_global_f32,
     ld_global_i64,
     ld_global_u16,
+    ld_global_u32x4,
+    ld_global_u32x4_or_zero,
     ld_shared_f32,
     pack_bf16,
     rsqrt_approx,
-    select_f32,
     situ,
     st_global_f32,
     st_global_u16,
     st_shared_f32,
-    st_shared_u16,
+    st_shared_u32x4,
     tree,
     warp_sum,
 )
@@ -41,7 +43,7 @@ from nanok3.kernels.mega.linear import (
     x_stride,
 )
 from nanok3.kernels.mega.role import Compute, Loader
-from nanok3.kernels.mega.sizes import PASS, TILE, WARPS
+from nanok3.kernels.mega.sizes import TILE, WARPS
 
 NEXT = {"attn": ("mlp.score", "mlp.streams", 1), "mlp": ("next.score", "next.streams", 0)}
 HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
@@ -50,6 +52,12 @@ HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these 
 def product_of(weight: str) -> str:
     """The product that multiplies by a field."""
     return "moe_in" if weight == "moe.in_proj" else weight.removeprefix("moe.")
+
+
+def normed_pair(word, scale, rstd):
+    """Two values of a row, normalised and scaled, with the roundings of `rms_norm`."""
+    low, high = rounded(bf16_low(word) * rstd), rounded(bf16_high(word) * rstd)
+    return pack_bf16(low * bf16_low(scale), high * bf16_high(scale))
 
 
 class LoadOps(Loader):
@@ -82,7 +90,8 @@ class LoadOps(Loader):
         self.signal("kda_heads")
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
-        self.signal("q_latent")
+        if self.sizes.pass_rows > 1:
+            self.signal("q_latent")
 
     def mla(self, q, x, w, cache, block_table, positions, block_size, *, out):
         self.fresh()
@@ -96,10 +105,9 @@ class LoadOps(Loader):
     def moe_in(self, x, w, *, out):
         self.load("moe.in_proj")
         self.signal("moe_in")
-        self.signal("shared_act")
 
     def route(self, logits, w, *, out):
-        pass
+        self.signal("shared_act")
 
     def experts(self, latent, ids, weights, w, *, out):
         self.fresh()
@@ -268,11 +276,6 @@ class ComputeOps(Compute):
     def moe_in(self, x, w, *, out):
         self.program.units["route"].ahead(self)
         self.from_x("moe_in", "moe_in")
-        self.wait("moe_in")
-        first = self.sizes.router_tiles + self.sizes.latent_tiles
-        product = self.program.products["moe_in"].product
-        self.act("moe_in", "shared_act", product, first, self.sizes.shared_width)
-        self.signal("shared_act")
 
     @cute.jit
     def act(
@@ -307,13 +310,15 @@ class ComputeOps(Compute):
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.begin("kda")
-        self.program.units["kda"].compute(self)
+        state = self.program.units["kda"].compute_heads(self)
         self.signal("kda_heads")
+        self.program.units["kda"].store(self, state)
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
         self.begin("mla_latent")
         self.program.units["mla"].latent(self)
-        self.signal("q_latent")
+        if self.sizes.pass_rows > 1:
+            self.signal("q_latent")
 
     def mla(self, q, x, w, cache, block_table, positions, block_size, *, out):
         self.begin("mla")
@@ -322,11 +327,18 @@ class ComputeOps(Compute):
     # ---- mixture of experts ----
 
     def route(self, logits, w, *, out):
+        """And the shared expert's activation, while the router's logits are on their way."""
         self.begin("route")
-        self.program.units["route"].compute(self)
+        self.wait("moe_in")
+        self.program.units["route"].compute(self, self.activate_shared)
+
+    def activate_shared(self):
+        first = self.sizes.router_tiles + self.sizes.latent_tiles
+        product = self.program.products["moe_in"].product
+        self.act("moe_in", "shared_act", product, first, self.sizes.shared_width)
+        self.signal("shared_act")
 
     def experts(self, latent, ids, weights, w, *, out):
-        self.begin("experts")
         self.program.units["experts"].compute(self)
 
     def latent_up(self, routed, shared, w, *, out):
@@ -343,29 +355,38 @@ class ComputeOps(Compute):
 
     @cute.jit
     def stage_routed(self, norm: Int64, first: Int32, width: Constexpr[int], staged: Int32):
-        """Columns of the routed latent, normalised if the model does; a warp a row."""
-        z, small = self.sizes.latent, self.shared("small")
+        """Columns of the routed latent, normalised if the model does, 8 at a time."""
+        z, source = self.sizes.latent, self.buffer("routed")
         if cutlass.const_expr(self.sizes.routed_norm):
-            for row in cutlass.range(self.warp, self.num_tokens, WARPS, unroll=1):
-                square = Float32(0.0)
-                for i in cutlass.range(self.lane, z, 32, unroll=8):
-                    v = bf16_low(ld_global_u16(self.buffer("routed") + Int64(row * z + i) * 2))
-                    square = square + v * v
-                (square,) = warp_sum([square])
-                if self.lane == 0:
-                    mean = square * Float32(1.0 / z)
-                    st_shared_f32(small + row * 4, rsqrt_approx(mean + Float32(self.sizes.eps)))
+            for row in cutlass.range(self.num_tokens, unroll=1):
+                self.sum_squares(source + Int64(row * (2 * z)), row)
             self.bar()
-        for i in cutlass.range(self.tid, self.num_tokens * width, THREADS, unroll=4):
-            row, column = i // width, i % width
-            at = self.buffer("routed") + Int64(row * z + first + column) * 2
-            value = bf16_low(ld_global_u16(at))
+        per_row = width // 8
+        for i in cutlass.range(self.tid, self.num_tokens * per_row, THREADS, unroll=1):
+            row, column = i // per_row, i % per_row * 8
+            words = ld_global_u32x4(source + Int64((row * z + first + column) * 2))
             if cutlass.const_expr(self.sizes.routed_norm):
-                scale = bf16_low(ld_global_u16(norm + Int64(first + column) * 2))
-                value = rounded(value * ld_shared_f32(small + row * 4)) * scale
-            st_shared_u16(
-                staged + row * x_stride(width) + column * 2, pack_bf16(value, Float32(0.0))
-            )
+                scale = ld_global_u32x4(norm + Int64((first + column) * 2))
+                squares = self.shared("small") + row * (4 * WARPS)
+                square = tree([ld_shared_f32(squares + w * 4) for w in range(WARPS)])
+                rstd = rsqrt_approx(square * Float32(1.0 / z) + Float32(self.sizes.eps))
+                words = [normed_pair(words[k], scale[k], rstd) for k in range(4)]
+            st_shared_u32x4(staged + row * x_stride(width) + column * 2, words)
+
+    @cute.jit
+    def sum_squares(self, row_at: Int64, row: Int32):
+        """Of a row of the routed latent: each warp's part, to `small`."""
+        loads = -(-self.sizes.latent // (8 * THREADS))
+        squares = []
+        for i in cutlass.range_constexpr(loads):  # all in flight
+            piece = self.tid + i * THREADS
+            there = Uint32(piece < self.sizes.latent // 8)
+            words = ld_global_u32x4_or_zero(row_at + Int64(piece * 16), Int32(there))
+            values = [f(w) for w in words for f in (bf16_low, bf16_high)]
+            squares.append(tree([v * v for v in values]))
+        (square,) = warp_sum([tree(squares)])
+        if self.lane == 0:
+            st_shared_f32(self.shared("small") + (row * WARPS + self.warp) * 4, square)
 
     # ---- exchanges ----
 

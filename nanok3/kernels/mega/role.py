@@ -1,7 +1,8 @@
 """What a warp of the persistent kernel has: its place, the ring, fields of weights, the hand-offs.
 
-A CTA is WARPS compute warps and one loader warp. Both kinds trace the same text: `Loader` asks for
-the weights of each op, `Compute` uses them, so they cannot disagree about the order of the ring.
+A CTA is WARPS compute warps, a loader warp and a signalling warp. The first two kinds trace the same
+text: `Loader` asks for the weights of each op, `Compute` uses them, so they cannot disagree about
+the order of the ring.
 
 Fields    a layer's weights and caches are addresses, one row of a table in global memory; lane l
           of every warp holds entry l of the current layer, and of the next one, asked for early.
@@ -11,10 +12,14 @@ Hand-offs a signal is one op's "my part is written", by every CTA, also by one t
           cleared. A CTA is never COUNTERS signals ahead of another: it waits for all of them
           several times a layer.
 
-          counter  written by                                  read by
-          s        thread 0 of each CTA, red.release, after    thread 0 of each CTA that needs it,
-                   a barrier of its compute warps              ld.acquire until it is there, then a
+          what       written by                                read by
+          mbarrier   each compute warp, when its part of a     the signalling warp
+          s % 4      signal is written
+          counter s  the signalling warp of each CTA,          thread 0 of each CTA that needs it,
+                     red.release, after the mbarrier           ld.acquire until it is there, then a
                                                                barrier of its compute warps
+          A release waits until all that this CTA wrote has reached L2, about 1 us while weights
+          stream: the signalling warp waits for that, the compute warps go on.
 Deadline  a wait gives up after LIMIT looks: the first to do so leaves a record (which CTA, which
           signal, which op, expected, seen), all later waits pass at once, the launch ends, and the
           host refuses what it computed.
@@ -37,14 +42,17 @@ from nanok3.dsl import (
     ld_acquire_u32,
     ld_global_i64,
     ld_relaxed_u32,
+    ld_shared_u32,
     red_add_release,
     st_global_u32x4,
+    st_shared_u32,
     st_relaxed_u32,
 )
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS
 
 COUNTERS = 64
+PENDING = 4  # signals of a CTA that may be under way: more never are before it waits for others
 COUNTER_BYTES = 128
 FLIGHT = 2  # chunks that the loader keeps in flight; further slots hold data that has landed
 LIMIT = 1 << 22  # looks at a counter: about 2 s
@@ -167,10 +175,10 @@ class Role(Traced):
         while (Int32(seen - goal) < 0) & (looks < self.program.limit):
             seen = ld_acquire_u32(counter)
             looks += 1
-            if looks % LOOKS == 0:
+            if looks % LOOKS == 0:  # noqa: SIM102
                 if ld_relaxed_u32(self.sync + HEALTH) != 0:
                     looks = Int32(self.program.limit)
-        if Int32(seen - goal) < 0:
+        if Int32(seen - goal) < 0:  # noqa: SIM102 - CuTe DSL has no `and`
             if ld_relaxed_u32(self.sync + HEALTH) == 0:
                 st_relaxed_u32(self.sync + HEALTH + 4, Uint32(self.cta))
                 st_relaxed_u32(self.sync + HEALTH + 8, number)
@@ -200,7 +208,7 @@ class Loader(Role):
         slot = self.position[0]
         cute.arch.mbarrier_wait(self.barriers + self.slots + slot, self.position[1] ^ 1)
         position = self.position
-        if position[4] < FLIGHT:
+        if position[4] < self.program.flight:
             position[4] = position[4] + 1
         else:
             cute.arch.mbarrier_wait(self.barriers + position[2], position[3])
@@ -278,9 +286,18 @@ class Compute(Role):
 
     @cute.jit
     def arrive(self, number: Uint32):
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            local = number - self.first_signal
+            cute.arch.mbarrier_arrive(self.pending + Int32(local % PENDING))
+
+    @cute.jit
+    def finish(self):
+        """The last thing that compute warps do: the signalling warp ends."""
         self.bar()
         if self.tid == 0:
-            red_add_release(self.counter(number), Uint32(1))
+            st_shared_u32(self.shared("stop"), Uint32(1))
+        self.arrive(self.block_signal[0])
 
     def wait(self, name: str):
         """Until all CTAs have signalled a buffer of this block. By all compute warps."""
@@ -293,3 +310,19 @@ class Compute(Role):
         if self.tid == 0:
             self.look(self.counter(number), number, self.goal_of(number))
         self.bar()
+
+
+class Signaller(Role):
+    """The signalling warp: traces no text, it passes on what compute warps signal, in their order."""
+
+    @cute.jit
+    def run(self):
+        local = Uint32(0)
+        stop = Uint32(0)
+        while stop == Uint32(0):
+            phase = Int32(local // PENDING % 2)
+            cute.arch.mbarrier_wait(self.pending + Int32(local % PENDING), phase)
+            stop = ld_shared_u32(self.shared("stop"))
+            if (stop == Uint32(0)) & (self.lane == 0):
+                red_add_release(self.counter(self.first_signal + local), Uint32(1))
+            local = local + Uint32(1)

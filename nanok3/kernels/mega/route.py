@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from nanok3.dsl import (
     cp_async_16,
@@ -134,7 +134,8 @@ class Route(Frozen):
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def compute(self, r):
+    def compute(self, r, meanwhile: Constexpr):
+        """meanwhile: called while logits are on their way."""
         scratch, table = r.shared("scratch"), r.shared("routed")
         # 1. logits are asked for; nobody is routed anywhere yet
         logits = cute.make_rmem_tensor((self.chunks,), Float32)
@@ -148,6 +149,7 @@ class Route(Frozen):
             else:
                 logits[i] = self.logit(r, row, expert)
         self.clear(r, scratch, table)
+        meanwhile()
         cute.arch.cp_async_wait_group(0)
         r.bar()
         # 2. keys
@@ -311,13 +313,8 @@ class Route(Frozen):
             word = ld_shared_u32(table + tables.bits + r.lane * 4)
             total = Int32(cute.arch.popc(word))
             before = Int32(0)
-            for distance in (
-                1,
-                2,
-                4,
-                8,
-                16,
-            ):  # total: of 2, 4, .. neighbours; before: in lower lanes
+            # total: of 2, 4, .. neighbours; before: of those in lower lanes
+            for distance in (1, 2, 4, 8, 16):
                 other = cute.arch.shuffle_sync_bfly(total, distance)
                 before = before + other * Int32((r.lane & distance) != 0)
                 total = total + other

@@ -21,21 +21,23 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from ptx.launch import ARCH, Emulator
-from ptx.memory import buffer_of
+from ptx.memory import Fault, buffer_of
 
 from nanok3.dsl import (
     ARCHS,
     address,
     arch_of,
     compile_kernel,
+    fence_async,
     launch,
     ld_global_u32,
     ld_shared_u32,
     st_global_u32,
+    st_shared_u32,
 )
 from nanok3.kernel_ops import pack_mla
 from nanok3.kernels.gemv_layout import pack_gemv
@@ -48,11 +50,10 @@ from nanok3.kernels.mega.linear import (
     x_stride,
 )
 from nanok3.kernels.mega.mla import MLA
-from nanok3.kernels.mega.mla_attend import TILE
-from nanok3.kernels.mega.role import SYNC_BYTES, Compute, Loader
-from nanok3.kernels.mega.sizes import SHARED_BYTES, SLOT_BYTES, WARPS, Sizes
+from nanok3.kernels.mega.mla_attend import TILE, Attend
+from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Loader, Signaller
+from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS, Sizes
 from nanok3.reference.mla import MLAWeights, attend, gather_context, mla_latent_ref, mla_ref
-from nanok3.reference.numerics import rms_norm
 
 ADDRESSES = (
     *("table", "work", "sync", "positions", "slot_mapping", "block_table", "given", "out"),
@@ -75,7 +76,8 @@ class Layers:
         scratch = -(-scratch // 128) * 128
         partial = 2 * partial_bytes(sizes.pass_rows)
         self.areas = {"scratch": 0, "partial": scratch, "small": scratch + partial}
-        self.area_bytes = scratch + partial + 256
+        self.areas["stop"] = scratch + partial + 256
+        self.area_bytes = scratch + partial + 256 + 128
 
     @cute.jit
     def __call__(
@@ -100,7 +102,7 @@ class Layers:
             *(num_reqs, num_tokens, max_blocks, num_blocks, num_layers),
         ).launch(
             grid=(self.sizes.sms, 1, 1),
-            block=(THREADS + 32, 1, 1),
+            block=(THREADS + 64, 1, 1),
             stream=stream,
             cooperative=True,
             min_blocks_per_mp=1,
@@ -125,27 +127,38 @@ class Layers:
     ):
         tid, _, _ = cute.arch.thread_idx()
         smem, slots = SmemAllocator(), self.slots
-        barriers = smem.allocate_array(Int64, num_elems=2 * slots)
+        barriers = smem.allocate_array(Int64, num_elems=2 * slots + PENDING)
         areas = Int32(smem.allocate(self.area_bytes, byte_alignment=128).toint())
         ring = Int32(smem.allocate(slots * SLOT_BYTES, byte_alignment=128).toint())
         if tid == 0:
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(barriers + slot, 1)
                 cute.arch.mbarrier_init(barriers + slots + slot, WARPS)
+            for i in cutlass.range_constexpr(PENDING):
+                cute.arch.mbarrier_init(barriers + 2 * slots + i, WARPS)
+            st_shared_u32(areas + self.areas["stop"], Uint32(0))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         program = SimpleNamespace(
-            **dict(sizes=self.sizes, areas=self.areas, waits=True, stamps=False, limit=1 << 22),
+            **dict(sizes=self.sizes, areas=self.areas, waits=True, stamps=False),
+            **dict(flight=2, limit=1 << 22),
             op_number=lambda _: 0,
         )
         env = dict(table=table, work=work, sync=sync, positions=positions)
         env.update(slot_mapping=slot_mapping, block_table=block_table, num_reqs=num_reqs)
         env.update(num_tokens=num_tokens, max_blocks=max_blocks, num_blocks=num_blocks)
         env.update(areas=areas, ring=ring, barriers=barriers, slots=slots)
-        if cute.arch.make_warp_uniform(tid // 32) == WARPS:
+        env.update(pending=barriers + 2 * slots, first_signal=Uint32(0))
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        if warp == WARPS:
             self.load(Loader(program, env), num_layers)
+        elif warp == WARPS + 1:
+            Signaller(program, env).run()
         else:
-            self.compute(Compute(program, env), given, out, num_layers)
+            role = Compute(program, env)
+            self.compute(role, given, out, num_layers)
+            role.fresh()
+            role.finish()
 
     @cute.jit
     def load(self, r, num_layers: Int32):
@@ -155,7 +168,8 @@ class Layers:
             r.next_row()
             r.begin_block("mla")
             r.signal("mla_in")
-            r.signal("q_latent")
+            if const_expr(self.sizes.pass_rows > 1):
+                r.signal("q_latent")
             self.q_b.load(r, r.field("mla.q_b"))
             r.signal("q")
             self.mla.load(r)
@@ -177,7 +191,8 @@ class Layers:
             r.signal("mla_in")
             r.begin("mla_latent")
             self.mla.latent(r)
-            r.signal("q_latent")
+            if const_expr(self.sizes.pass_rows > 1):
+                r.signal("q_latent")
             r.begin("q_b")
             self.mla.stage_q(r, staged)
             r.bar()
@@ -226,6 +241,7 @@ DIMS = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "block_size")
 MODELS = {  # C, heads, q_rank, L, Dn, Dr, Dv, block size
     "K3 TP16": (7168, 6, 1536, 512, 128, 64, 128, 64),
     "wide": (128, 6, 256, 512, 128, 64, 128, 64),  # K3 TP16 with a narrow x
+    "K3 TP4": (7168, 24, 1536, 512, 128, 64, 128, 64),
     "K3": (7168, 96, 1536, 512, 128, 64, 128, 64),
     "golden": (320, 2, 160, 512, 128, 64, 128, 16),
     "mini": (160, 4, 64, 128, 128, 64, 128, 16),
@@ -369,7 +385,11 @@ def fill(table: Tensor, layers: list[Tensors]) -> None:
 
 @pytest.fixture(scope="module")
 def on_emulator(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    emulator = Emulator(str(tmp_path_factory.mktemp("ptx")))
+    return on_emulator_in(tmp_path_factory.mktemp("ptx"))
+
+
+def on_emulator_in(folder: Path, edit: Callable[[str], str] = lambda ptx: ptx) -> Launch:
+    emulator = Emulator(str(folder), edit)
     compiled = functools.cache(lambda sizes: emulator.compile(Layers(sizes), arguments(), ARCH))
 
     def launch_layers(
@@ -392,16 +412,14 @@ def on_emulator(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return launch_layers
 
 
-def on_gpu(
-    sizes: Sizes, tensors: Tensors, layers: list[Tensors], numbers: tuple[int, ...]
-) -> None:
+def on_gpu(sizes: Sizes, tensors: Tensors, layers: list[Tensors], numbers: tuple[int, ...]) -> None:
     there = {name: tensor.cuda() for name, tensor in tensors.items()}
     layers_there = [{name: t.cuda() for name, t in fields.items()} for fields in layers]
     table = tensors["table"]
     fill(table, layers_there)
     there["table"] = table.cuda()
     places = [address(there[name]) for name in ADDRESSES]
-    launch(compile_layers(sizes, arch_of(0)), *places, *numbers)
+    launch(compile_layers(sizes, arch_of(0), 5), *places, *numbers)
     tensors["out"].copy_(there["out"])
     for fields, fields_there in zip(layers, layers_there, strict=True):
         fields["cache"].copy_(fields_there["cache"])
@@ -472,15 +490,17 @@ def check(
 CASES = [
     ("small", 3, 1, (1,)),
     ("small", 3, 1, (25,)),
-    ("small", 4, 1, (49,)),
+    ("small", 3, 1, (49,)),
+    ("small", 3, 1, (0,)),
     ("small", 3, 1, (3 * TILE + 30,)),
-    ("small", 3, 3, (50,)),
-    ("small", 5, 8, (24,)),
+    ("small", 4, 3, (50,)),
+    ("small", 4, 8, (24,)),
     ("small", 4, 8, (5,)),
-    ("small", 5, 1, (130, 1, 0, 48, 96, 23, 24, 25)),
+    ("small", 4, 1, (130, 1, 0, 48, 96, 23, 24, 25)),
     ("small", 4, 2, (26, 100, 49, 2)),
     ("heads", 3, 1, (60,)),
     ("heads", 3, 8, (60,)),
+    ("wide", 3, 1, (60,)),
 ]
 
 
@@ -489,3 +509,43 @@ def test_mla_on_emulator(
     on_emulator: Launch, name: str, sms: int, num_queries: int, lengths: tuple[int, ...]
 ) -> None:
     check(on_emulator, name, sms, num_queries, lengths)
+
+
+def test_layers_share_their_buffers(on_emulator: Launch) -> None:
+    check(on_emulator, "small", 3, 1, (90,), count=3)
+    check(on_emulator, "small", 4, 4, (60, 10), count=2)
+
+
+def test_the_cache_row_must_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_layers = on_emulator_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Attend, "await_rows", lambda self, r: fence_async())
+        with pytest.raises(Fault, match="no signal"):
+            check(launch_layers, "small", 3, 1, (TILE + 1,))
+
+
+def test_a_fence_must_precede_the_copy(tmp_path: Path) -> None:
+    launch_layers = on_emulator_in(
+        tmp_path, lambda ptx: ptx.replace("fence.proxy.async.global;", "")
+    )
+    with pytest.raises(Fault, match=r"fence\.proxy\.async"):
+        check(launch_layers, "small", 3, 1, (TILE + 1,))
+
+
+# the tests on a GPU: a context of one split each, of several tiles, long; windows; many heads
+ON_GPU = [
+    ("K3 TP16", 1, (1,)),
+    ("K3 TP16", 1, (4096,)),
+    ("K3 TP16", 1, (131072 - 5,)),
+    ("K3 TP16", 8, (5000,)),
+    ("K3 TP16", 1, (4000, 1, 0, 48, 96, 2300, 24, 25)),
+    ("K3", 1, (100,)),
+    ("K3 TP4", 4, (300, 63)),
+    ("mini", 1, (100,)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, num_queries, lengths", ON_GPU)
+def test_mla_on_gpu(name: str, num_queries: int, lengths: tuple[int, ...]) -> None:
+    check(on_gpu, name, 132, num_queries, lengths, count=1 if max(lengths) > 100_000 else 2)

@@ -18,7 +18,9 @@ def work(product: Product, sms: int) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
     for cta in range(sms):
         part, group = cta % product.slices, cta // product.slices
-        found.update((tile, part) for tile in range(group, product.tiles * (group < groups), groups))
+        found.update(
+            (tile, part) for tile in range(group, product.tiles * (group < groups), groups)
+        )
     return found
 
 
