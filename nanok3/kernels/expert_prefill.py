@@ -1,23 +1,23 @@
 """Products of many rows with the experts they are routed to, with MXFP4 weights:
 
-    out[out_rows[p]] = w[e] @ x[x_rows[p]]                    for every pair p of a row and an expert
-    out[out_rows[p]] = situ(w1[e] @ x[..], w3[e] @ x[..])     with betas, for w packed for `expert_up`
+    out[out_rows[p]] = w[e] @ x[x_rows[p]]                    for each pair p of a row and an expert
+    out[out_rows[p]] = situ(w1[e] @ x[..], w3[e] @ x[..])     with betas, w as `expert_up` reads it
 
 Pairs lie sorted by expert; an item is up to N of them that share one (`make_items`).
 
-Shapes   x [X, K] bf16, items [I, 3] i32 (expert, first pair, pairs), x_rows and out_rows [P] i32, w
-         packed by `pack_expert_up` (betas) or `pack_expert_down` -> out [O, rows of w] bf16 (half of
-         them with betas). K is a multiple of 32, static like the tiles of w and N; others at launch.
-Bytes    0.53 rows K for every item, 4 P K once a CTA column. TP16, 512 rows: 0.96 GB for up and down
-         of all experts, 0.21 ms at 4.64 TB/s.
+Shapes   x [X, K] bf16, items [I, 3] i32 (expert, first pair, pairs), x_rows and out_rows [P] i32,
+         w packed by `pack_expert_up` (betas) or `pack_expert_down` -> out [O, rows of w] bf16, half
+         of them with betas. K is a multiple of 32, static like the tiles of w and N.
+Bytes    0.53 rows K for every item, 4 P K once a CTA column. TP16, 512 rows: 0.96 GB for up and
+         down of all experts, 0.21 ms at 4.64 TB/s.
 Grid     a CTA takes an item and 8 tiles of 16 weight rows, a warp each; x and w come through a ring
          of 3 stages. Items without pairs end at once.
 Waits    everything waits for the grid dependency.
 Signals  launch_dependents at once.
 Aliases  none.
 Archs    sm_90a, sm_100a, sm_103a (warp-level mma, cp.async).
-Rounding float32 accumulators in the order of K, one rounding, at the store. A pair's values do not
-         depend on other pairs, nor on N.
+Rounding float32 accumulators in the order of K, one rounding, at the store. A pair's values do
+         not depend on other pairs, nor on N.
 """
 
 from __future__ import annotations

@@ -110,37 +110,61 @@ def check_scales(scale: Tensor) -> None:
         )
 
 
-def pack_tiles(packed: Tensor, scale: Tensor, pairs: bool) -> Tensor:
-    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8 -> [E, R / 16, K / 32, 272] u8.
+def words_of(packed: Tensor) -> Tensor:
+    """packed [R, K / 2] u8 -> [R, K / 32, 4] i32: the words of lanes q = 0 .. 3, row by row."""
+    table = byte_table().to(packed.device)
+    parts = packed.to(torch.int32).unflatten(-1, (-1, 4, 4))  # a word's bytes
+    words = table[0][parts[..., 0]]
+    for i in range(1, 4):
+        words = words | table[i][parts[..., i]]
+    return words
+
+
+def rows_of(tiles: Tensor, half: int | None) -> tuple[Tensor, Tensor]:
+    """Views of tiles [n, K / 32, 272] u8: the words [n, h, 8, K / 32, 4] i32 and the scale bytes
+    [n, h, 8, K / 32] of their rows; h is 2, or 1 for a `half` (0: rows g, 1: rows g + 8)."""
+    words = tiles.view(torch.int32)[..., : VALUE_BYTES // 4].unflatten(-1, (8, 4, 2))
+    scales = tiles[..., VALUE_BYTES:].unflatten(-1, (8, 2))
+    words, scales = words.permute(0, 4, 2, 1, 3), scales.permute(0, 3, 2, 1)
+    which = slice(None) if half is None else slice(half, half + 1)
+    return words[:, which], scales[:, which]
+
+
+def place_values(tiles: Tensor, packed: Tensor, half: int | None) -> None:
+    """packed [R, K / 2] u8 into tiles [n, K / 32, 272] u8: with `half` the rows of one half of
+    every tile (R = 8n), else all (R = 16n)."""
+    target, _ = rows_of(tiles, half)
+    assert packed.dtype == torch.uint8
+    target.copy_(words_of(packed).view(target.shape))
+
+
+def place_scales(tiles: Tensor, scale: Tensor, half: int | None) -> None:
+    """The same for scale [R, K / 32] u8."""
+    check_scales(scale)
+    _, target = rows_of(tiles, half)
+    target.copy_((scale + SCALE_OFFSET).view(target.shape))
+
+
+def empty_experts(experts: int, rows: int, k: int, layout: str, device: str) -> PackedExperts:
+    assert rows % TILE == 0, f"rows must be a multiple of {TILE}, not {rows}"
+    shape = (experts, rows // TILE, k // BLOCK, BLOCK_BYTES)
+    return PackedExperts(torch.empty(shape, dtype=torch.uint8, device=device), layout)
+
+
+def pack_experts(packed: Tensor, scale: Tensor, layout: str, pairs: bool) -> PackedExperts:
+    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8, expert by expert.
 
     Tile i holds rows 16i .. 16i + 15; with `pairs` rows 8i .. 8i + 7 of the first half of the
     matrix and the same rows of the second half.
     """
     experts, rows, blocks = scale.shape
-    assert packed.dtype == scale.dtype == torch.uint8
     assert packed.shape == (experts, rows, blocks * BLOCK // 2), f"{packed.shape}, {scale.shape}"
-    assert rows % TILE == 0, f"rows must be a multiple of {TILE}, not {rows}"
-    table = byte_table().to(packed.device)
-    parts = packed.view(-1, 4)  # a word's bytes
-    words = table[0][parts[:, 0].int()]
-    for i in range(1, 4):
-        words |= table[i][parts[:, i].int()]
-
-    def tiled(x: Tensor) -> Tensor:  # [E, R, ...] -> [E, tiles, 2, 8, ...]: rows g and g + 8
-        return x.unflatten(1, (2, -1, 8)).transpose(1, 2) if pairs else x.unflatten(1, (-1, 2, 8))
-
-    values = tiled(words.view(experts, rows, blocks, 4)).permute(0, 1, 4, 3, 5, 2)
-    scales = tiled(scale + SCALE_OFFSET).permute(0, 1, 4, 3, 2)  # [E, tiles, blocks, g, h]
-    return torch.cat([values.contiguous().view(torch.uint8).flatten(3), scales.flatten(3)], dim=3)
-
-
-def pack_experts(packed: Tensor, scale: Tensor, layout: str, pairs: bool) -> PackedExperts:
-    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8; some experts at a time."""
-    check_scales(scale)
-    experts, rows, blocks = scale.shape
-    shape = (experts, rows // TILE, blocks, BLOCK_BYTES)
-    tiles = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+    made = empty_experts(experts, rows, blocks * BLOCK, layout, str(packed.device))
     for first in range(0, experts, AT_ONCE):
         some = slice(first, first + AT_ONCE)
-        tiles[some] = pack_tiles(packed[some], scale[some], pairs)
-    return PackedExperts(tiles, layout)
+        tiles = made.tiles[some].flatten(0, 1)
+        for half in (0, 1) if pairs else (None,):
+            own = slice(None) if half is None else slice(half * rows // 2, (half + 1) * rows // 2)
+            place_values(tiles, packed[some, own].flatten(0, 1), half)
+            place_scales(tiles, scale[some, own].flatten(0, 1), half)
+    return made
