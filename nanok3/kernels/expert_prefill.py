@@ -45,9 +45,15 @@ from nanok3.dsl import (
     situ,
     st_global_u16,
 )
-from nanok3.kernels.expert_down import LAYOUT as DOWN_LAYOUT
-from nanok3.kernels.expert_up import LAYOUT as UP_LAYOUT
-from nanok3.kernels.mxfp4 import BLOCK, BLOCK_BYTES, TILE, PackedExperts, load_block
+from nanok3.kernels.mxfp4 import load_block
+from nanok3.kernels.mxfp4_layout import (
+    BLOCK,
+    BLOCK_BYTES,
+    DOWN_LAYOUT,
+    TILE,
+    UP_LAYOUT,
+    PackedExperts,
+)
 from nanok3.reference.experts import experts_ref as experts_ref
 
 WARPS = 8  # a tile each

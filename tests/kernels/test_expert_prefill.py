@@ -25,7 +25,7 @@ from nanok3.kernels.expert_prefill import (
     make_items,
 )
 from nanok3.kernels.expert_up import pack_expert_up
-from nanok3.kernels.mxfp4 import PackedExperts
+from nanok3.kernels.mxfp4_layout import PackedExperts
 from nanok3.reference.numerics import situ
 
 BETAS = (4.0, 25.0)
@@ -40,7 +40,7 @@ def shapes(s: Sizes, columns: int) -> tuple[Shape, Shape]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["k3 tp16", "golden"])  # stages of 4 and 3 blocks, and of 1 and 2
 @pytest.mark.parametrize("columns", [FEW, MANY])
 def test_expert_prefill_compiles(name: str, columns: int, arch: str) -> None:
     for shape in shapes(SIZES[name], columns):
