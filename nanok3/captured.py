@@ -1,4 +1,4 @@
-"""What decode runs with on a GPU: packed weights, buffers of its own and the `KERNELS` reading.
+"""What decode runs with on a GPU: buffers of its own and the `KERNELS` reading.
 
 Imports CuTe DSL through `kernel_ops`; the runner imports this file only for a CUDA device.
 """
@@ -8,17 +8,13 @@ from __future__ import annotations
 import torch
 
 from nanok3.config import EngineConfig, ModelConfig
-from nanok3.kernel_ops import Kernels, pack_weights
+from nanok3.kernel_ops import Kernels
 from nanok3.ops import Ops
 from nanok3.step import Buffers, allocate_buffers
-from nanok3.weights import Weights
 
 
-def kernel_decode(
-    config: ModelConfig, weights: Weights, settings: EngineConfig
-) -> tuple[Weights, Buffers, Ops]:
-    """For steps of at most `max_num_reqs` rows. Graphs hold the addresses of all three."""
+def kernel_decode(config: ModelConfig, settings: EngineConfig) -> tuple[Buffers, Ops]:
+    """For steps of at most `max_num_reqs` rows. Graphs hold the addresses of both."""
     most, device = settings.max_num_reqs, settings.device
-    packed = pack_weights(config, weights)
     buffers = allocate_buffers(config, most, most, torch.bfloat16, device)
-    return packed, buffers, Kernels(config, most, device).record()
+    return buffers, Kernels(config, most, device).record()

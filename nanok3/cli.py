@@ -237,7 +237,7 @@ def plan(
 ) -> int:
     """What each GPU has to hold, and whether it can. Needs no GPU and no weights.
 
-    What the driver, captured graphs and the workspaces of kernels take is not counted.
+    What the driver, compiled kernels and captured graphs take outside of torch is not counted.
     """
     from nanok3 import commands
 

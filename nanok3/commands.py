@@ -32,6 +32,7 @@ from nanok3.engine import Engine, RequestError
 from nanok3.exits import DIFFERS, DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
 from nanok3.options import PACKAGED_MODEL, settings_in_force
 from nanok3.options import Options as Options
+from nanok3.packing import layout_problems
 from nanok3.plan import lines, make_plan, verdict
 from nanok3.progress import ProgressLine
 from nanok3.record import (
@@ -274,7 +275,8 @@ def plan(
     base = EngineConfig(device="cuda", dtype="bfloat16", max_num_reqs=requests)
     settings = replace(base, num_blocks=base.blocks_for(context), max_context=context)
     shard = Shard(0, gpus)
-    if problems := settings.problems(config) + shard.problems(config):
+    problems = settings.problems(config) + shard.problems(config)
+    if problems := problems or layout_problems(config, shard):
         raise Refused(USAGE, f"{model_dir.name} on {gpus} GPUs: " + "\n  ".join(problems))
     chosen = make_plan(config, shard, settings)
     said = verdict(config, chosen, gpu_memory)

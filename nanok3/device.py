@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 LEAST_TORCH = (2, 11)
@@ -9,8 +11,10 @@ CAPABILITIES = {(9, 0), (10, 0), (10, 3)}  # Hopper, and the Blackwells that the
 SPARE_BYTES = 2 << 30  # CUDA context, compiled kernels, captured graphs
 
 
-def device_problems(device: str, dtype: str, needed_bytes: int) -> list[str]:
-    """Reasons why `device` cannot hold and run the model; none for a CPU."""
+def device_problems(device: str, dtype: str, needed_bytes: int, what: str = "") -> list[str]:
+    """Reasons why `device` cannot hold and run the model; none for a CPU.
+
+    what: of what the bytes consist, for the sentence that refuses them."""
     if not device.startswith("cuda"):
         return []
     if dtype != "bfloat16":
@@ -24,6 +28,8 @@ def device_problems(device: str, dtype: str, needed_bytes: int) -> list[str]:
         ]
     if not torch.cuda.is_available():
         return ["no GPU with a working NVIDIA driver was found; install the driver, or use cpu"]
+    if find_spec("cutlass") is None:
+        return ["nvidia-cutlass-dsl is not installed; install nanok3[gpu], or use cpu"]
     index = torch.device(device).index or 0
     if index >= torch.cuda.device_count():
         return [f"{device}: only {torch.cuda.device_count()} GPUs are here, counted from cuda:0"]
@@ -39,6 +45,6 @@ def device_problems(device: str, dtype: str, needed_bytes: int) -> list[str]:
     if needed_bytes + SPARE_BYTES > free:
         problems.append(
             f"{device} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free, but "
-            f"{(needed_bytes + SPARE_BYTES) / 1e9:.1f} GB are needed"
+            f"{(needed_bytes + SPARE_BYTES) / 1e9:.1f} GB are needed{what}"
         )
     return problems

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from nanok3.channels import STOP_TOKENS
 from nanok3.chat import DEFAULT_EFFORT, render
 from nanok3.checkpoint import Checkpoint
 from nanok3.config import (
+    WHOLE,
     EngineConfig,
     GenerationDefaults,
     ModelConfig,
@@ -35,6 +35,8 @@ from nanok3.config import (
 from nanok3.device import device_problems
 from nanok3.grammar import Grammar, TokenTable, build_grammar
 from nanok3.messages import read_messages, read_tools
+from nanok3.packing import Places, empty_weights, layout_problems, packed_weights
+from nanok3.plan import make_plan, summary
 from nanok3.progress import Progress
 from nanok3.reply import Event
 from nanok3.request import Request, Result
@@ -42,7 +44,7 @@ from nanok3.runner import DTYPES, Runner
 from nanok3.sampling import SamplingParams
 from nanok3.scheduler import Scheduler
 from nanok3.tokenizer import RANK_FILE, Tokenizer
-from nanok3.weight_table import Filler, expected_tensors, table
+from nanok3.weight_table import Filler, expected_tensors
 from nanok3.weights import Weights, build
 
 DEFAULT_MAX_TOKENS = 1024
@@ -101,9 +103,13 @@ class Engine:
                 f"{path}: no such directory; name one that holds a K3 checkpoint"
             )
         config = load_config(path)
-        # On a GPU the weights lie there twice: for decode kernels and for prefill.
-        twice = 4 * sum(prod(field.shape) for field in table(config))
-        if problems := settings.problems(config) or device_problems(device, dtype, twice):
+        problems = settings.problems(config)
+        if device != "cpu":
+            problems += layout_problems(config, WHOLE)
+        if not problems:
+            planned = make_plan(config, WHOLE, settings)
+            problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
+        if problems:
             raise ValueError("\n".join(problems))
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
@@ -115,11 +121,14 @@ class Engine:
         tables = {form: expected_tensors(config, form) for form in ("mxfp4", "bf16")}
         drafts_from = config.num_hidden_layers if config.num_nextn_predict_layers else None
         checkpoint = Checkpoint.open(path, tables, skip_layers_from=drafts_from)
-        filler = Filler(config, DTYPES[dtype], device)
+        # On a GPU every tensor goes from the file to its place in the kernels' layouts.
+        places = empty_weights(config, WHOLE, device) if device != "cpu" else Places()
+        filler = Filler(config, DTYPES[dtype], device, puts=places.puts)
         names = checkpoint.in_file_order(checkpoint.specs)
         checkpoint.load(names, filler.take, progress=progress)
-        fields = filler.finish()
-        return cls(config, build(config, fields.__getitem__), tokenizer, settings, defaults)
+        fields = (places.packed | filler.finish()).__getitem__
+        weights = build(config, fields) if device == "cpu" else packed_weights(config, fields)
+        return cls(config, weights, tokenizer, settings, defaults)
 
     # ---- public: prompts in, results out ----
 

@@ -260,7 +260,7 @@ class Mega:
         layers: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        """w: packed (`kernel_ops.pack_weights`); layers: their numbers in the model, all of them if
+        """w: packed (`packing.py`); layers: their numbers in the model, all of them if
         not given; options: of `Program`."""
         self.config, self.weights, self.cache, self.shard = config, w, cache, shard
         self._block_size, self._max_blocks = block_size, max_blocks

@@ -3,7 +3,7 @@
 `model.py` calls `ops.<name>(inputs, weights, out=...)` and nothing else; a reading says what such a
 call means. `REFERENCE` walks rows one by one (the specification), `DECODE` is the same record with
 the forms for one row of each request on a CPU, `PREFILL` with the forms for many rows, `TRAIN` is
-`PREFILL` on `Fresh` buffers. `nanok3.count` adds up bytes instead.
+for `Fresh` buffers. `nanok3.count` adds up bytes instead.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ REFERENCE = Ops(
 )
 PREFILL = replace(REFERENCE, kda=kda_chunked_ref, mla=mla_expanded_ref)
 DECODE = replace(REFERENCE, kda=kda_one_row, mla=mla_one_row, experts=experts_one_row)
-PREFILL_CUDA = replace(PREFILL, experts=experts_grouped_ref)
-TRAIN = PREFILL_CUDA  # on Fresh buffers
+TRAIN = replace(PREFILL, experts=experts_grouped_ref)  # on Fresh buffers
 
 
 class Fresh:

@@ -2,8 +2,7 @@
 
 `packed_*` are for the `KERNELS` reading: their experts go from MXFP4 bytes to the kernels' layout
 and are never unpacked. `plain_*` hold the same values for the torch readings, with dense experts.
-One layer is made at a time, so that beside a rank's weights only one layer lies twice. Imports CuTe
-DSL through `kernel_ops`.
+One layer is made at a time, so that beside a rank's weights only one layer lies twice.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanok3 import packing
 from nanok3.config import ModelConfig, Shard
-from nanok3.kernel_ops import ExpertBytes, pack_head, pack_layer
+from nanok3.packing import empty_head, empty_layer, put_fields
 from nanok3.random_weights import random_shard
 from nanok3.reference import mxfp4
 from nanok3.weights import Get, LayerWeights, Weights, build_ends, build_layer
@@ -26,15 +26,20 @@ def packed_weights(config: ModelConfig, shard: Shard, device: str, seed: int) ->
 
 
 def packed_layer(config: ModelConfig, shard: Shard, device: str, seed: int, i: int) -> LayerWeights:
+    places = empty_layer(config, shard, i, device)
     fields = random_layer(config, shard, device, torch.bfloat16, seed, i)
-    return pack_layer(build_layer(config, as_stored(fields), i), config.qk_rope_head_dim)
+    others = put_fields(places.puts, fields)
+    return packing.packed_layer(config, (places.packed | others).__getitem__, i)
 
 
 def packed_ends(
     config: ModelConfig, shard: Shard, device: str, seed: int, layers: tuple[LayerWeights, ...] = ()
 ) -> Weights:
     """Embedding and head, around these layers."""
-    return pack_head(plain_ends(config, shard, device, torch.bfloat16, seed, layers))
+    places = empty_head(config, shard, device)
+    fields = random_shard(config, shard, device, torch.bfloat16, seed, layers=(), ends=True)
+    others = put_fields(places.puts, fields)
+    return build_ends(config, (places.packed | others).__getitem__, layers, shard)
 
 
 def plain_weights(
@@ -69,17 +74,6 @@ def random_layer(
     config: ModelConfig, shard: Shard, device: str, dtype: torch.dtype, seed: int, i: int
 ) -> dict[str, Tensor]:
     return random_shard(config, shard, device, dtype, seed, layers=(i,))
-
-
-def as_stored(fields: dict[str, Tensor]) -> Get:
-    """Fields by name, experts as their bytes."""
-
-    def get(name: str) -> Tensor | ExpertBytes:
-        if name in fields:
-            return fields[name]
-        return ExpertBytes(fields[f"{name}.packed"], fields[f"{name}.scale"])
-
-    return get
 
 
 def unpacked(fields: dict[str, Tensor], dtype: torch.dtype) -> Get:

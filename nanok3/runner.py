@@ -14,11 +14,11 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import Cache, CacheManager, allocate_cache
-from nanok3.config import EngineConfig, ModelConfig
+from nanok3.config import WHOLE, EngineConfig, ModelConfig
 from nanok3.decode import StateMemory, rows_between
 from nanok3.graph import Capture, Run, buckets
 from nanok3.loop import DecodeLoop
-from nanok3.ops import DECODE, PREFILL, PREFILL_CUDA, REFERENCE, Ops
+from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
 from nanok3.request import Request
 from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
@@ -29,6 +29,7 @@ DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
 
 class Runner:
     def __init__(self, config: ModelConfig, weights: Weights, settings: EngineConfig) -> None:
+        """weights: packed (`packing.py`) on a GPU, of the settings' dtype on a CPU."""
         self.config = config
         self.settings = settings
         self.weights = weights
@@ -41,23 +42,26 @@ class Runner:
         self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
         self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
-        self._prefill_ops = PREFILL if device == "cpu" else PREFILL_CUDA
+        self._prefill_ops, self._one_row_ops = PREFILL, REFERENCE
+        decode_with = self._buffers, REFERENCE if settings.strict else DECODE
+        if device != "cpu":
+            from nanok3.captured import kernel_decode  # here, for these bring CuTe DSL
+            from nanok3.prefill_ops import Prefill
+
+            decode_with = kernel_decode(config, settings)
+            prefill = Prefill(config, WHOLE, settings.prefill_chunk, device)
+            self._prefill_ops = self._one_row_ops = prefill.record(decode_with[1])
         if settings.debug:  # an op that reads what nobody wrote shows up as NaN
             for tensor in vars(self._buffers).values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-        self.loop = self._decode_loop(cache, num_blocks)
+        self.loop = self._decode_loop(cache, num_blocks, *decode_with)
 
-    def _decode_loop(self, cache: Cache, num_blocks: int) -> DecodeLoop:
+    def _decode_loop(self, cache: Cache, num_blocks: int, buffers: Buffers, ops: Ops) -> DecodeLoop:
         """Of captured graphs on a GPU; on a CPU of the same functions, read at once."""
         config, settings, device = self.config, self.settings, self.settings.device
         most, size = settings.max_num_reqs, settings.block_size
-        weights, buffers = self.weights, self._buffers
-        ops = REFERENCE if settings.strict else DECODE
         sizes, record = list(range(1, most + 1)), _as_it_is
         if device != "cpu":
-            from nanok3.captured import kernel_decode  # here, for it brings CuTe DSL
-
-            weights, buffers, ops = kernel_decode(config, weights, settings)
             sizes, record = buckets(most), Capture()
 
         def forward(step: Step) -> None:
@@ -71,7 +75,7 @@ class Runner:
                     part = replace(part, block_table=part.block_table[:, :columns])
                 own = {name: getattr(buffers, name)[begin:end] for name in LOGITS}
                 buf = replace(rows(buffers, height, height), **own)
-                model.forward(config, weights, cache, part, buf, ops)
+                model.forward(config, self.weights, cache, part, buf, ops)
 
         max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
         memory = StateMemory(max_blocks, size, buffers.logits[:most])
@@ -83,7 +87,7 @@ class Runner:
         pieces = [1] * count if self.settings.strict else [count]
         logits = []
         for piece in pieces:
-            ops = self._prefill_ops if piece > 1 else REFERENCE
+            ops = self._prefill_ops if piece > 1 else self._one_row_ops
             buf = self._forward([request], piece, piece if with_logits else 0, ops)
             if with_logits:
                 logits.append(buf.logits.clone())

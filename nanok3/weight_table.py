@@ -9,7 +9,7 @@ that q, k and v of its heads lie together. Knows names, shapes and packing; leav
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -217,19 +217,34 @@ def expected_tensors(c: ModelConfig, experts: str = "mxfp4") -> dict[str, Tensor
 # ---- filling ----
 
 
+# Puts rows of a field to their place: (the first one's number, "" or which part of MXFP4, the rows)
+Put = Callable[[int, str, Tensor], None]
+PARTS = {"weight_packed": "packed", "weight_scale": "scale"}
+
+
 class Filler:
-    """Takes whole checkpoint tensors in any order and leaves the filled fields of one rank."""
+    """Takes whole checkpoint tensors in any order and leaves the filled fields of one rank.
+
+    puts: where the rows of some fields go; the others become dense tensors, experts unpacked.
+    """
 
     def __init__(
-        self, c: ModelConfig, dtype: torch.dtype, device: str, shard: Shard = WHOLE
+        self,
+        c: ModelConfig,
+        dtype: torch.dtype,
+        device: str,
+        shard: Shard = WHOLE,
+        puts: Mapping[str, Put] | None = None,
     ) -> None:
         self.shard = shard
+        self.puts = puts or {}
         self.fields: dict[str, Tensor] = {}
         self.places: dict[str, tuple[Field, Piece, int]] = {}  # by piece; its first row
-        self.halves: dict[str, Tensor] = {}  # of an MXFP4 pair, the one that came first
+        self.halves: dict[str, Tensor | None] = {}  # of an MXFP4 pair, the one that came first
         for field in table(c, shard):
-            target = torch.empty(field.shape, dtype=field.dtype(dtype), device=device)
-            self.fields[field.name] = target.fill_(1) if field.kind == "product" else target
+            if field.name not in self.puts:
+                target = torch.empty(field.shape, dtype=field.dtype(dtype), device=device)
+                self.fields[field.name] = target.fill_(1) if field.kind == "product" else target
             row = 0
             for piece in field.pieces:
                 self.places[piece.name] = (field, piece, row)
@@ -242,12 +257,25 @@ class Filler:
         if field.kind == "heads":
             tensor = self._heads(field, name, tensor)
         tensor = self._own(tensor, piece.axis)  # a rank's columns are whole MXFP4 groups
-        if suffix in ("weight_packed", "weight_scale"):
+        part = PARTS.get(suffix, "")
+        if put := self.puts.get(field.name):
+            try:
+                put(row, part, tensor)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            if part and key not in self.halves:
+                self.halves[key] = None  # the other one is still to come
+                return
+            self.halves.pop(key, None)
+            del self.places[key]
+            return
+        if part:
             if key not in self.halves:
                 self.halves[key] = tensor
                 return
             other = self.halves.pop(key)
-            packed, scale = (tensor, other) if suffix == "weight_packed" else (other, tensor)
+            assert other is not None
+            packed, scale = (tensor, other) if part == "packed" else (other, tensor)
             tensor = mxfp4.dequantize(packed, scale, torch.float32)
         del self.places[key]
         self._fill(field, row, tensor)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,13 @@ DUMPS = tempfile.mkdtemp(prefix="cubins-")
 os.environ["CUTE_DSL_KEEP"] = "cubin"  # before CuTe DSL is imported: it reads them once
 os.environ["CUTE_DSL_DUMP_DIR"] = DUMPS
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from nanok3 import kernel_ops, weight_table  # noqa: E402
 from nanok3.config import K3, ModelConfig, Shard, load_config  # noqa: E402
 from nanok3.dsl import ARCHS  # noqa: E402
 from nanok3.kernels import (  # noqa: E402
     attn_res,
     embed,
     expert_down,
+    expert_prefill,
     expert_up,
     gemv,
     kda_decode,
@@ -45,7 +42,7 @@ from nanok3.kernels import (  # noqa: E402
     rms_norm,
     route,
 )
-from nanok3.weights import MoEWeights, build  # noqa: E402
+from nanok3.packing import Packed, empty_weights  # noqa: E402
 
 MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
 KNOWN_STACK = {"mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes"}
@@ -59,35 +56,11 @@ class Variant:
     compile: Callable[[str], Any]  # arch -> the compiled kernel
 
 
-def packed_in(record: Any) -> Iterator[Any]:
-    """Every packed matrix of a record, whatever field it stands in."""
-    if isinstance(record, kernel_ops.Packed):
-        yield record
-    elif is_dataclass(record):
-        for field in fields(record):
-            yield from packed_in(getattr(record, field.name))
-
-
 def gemv_shapes(config: ModelConfig, shard: Shard) -> set[Any]:
-    """Of one layer of each kind and the head; tensors without memory."""
-    shapes = {f.name: f for f in weight_table.table(config, shard)}
-
-    def meta(name: str) -> Tensor:
-        return torch.empty(shapes[name].shape, dtype=torch.bfloat16, device="meta")
-
-    weights = build(config, meta)
-    records: list[Any] = [kernel_ops.plain(weights.lm_head, "f32")]
-    for layer in weights.layers:
-        if isinstance(layer.mlp, MoEWeights):  # its experts are packed by other kernels
-            moe = layer.mlp
-            records += [
-                kernel_ops.pack_front(moe.in_proj),
-                kernel_ops.plain(moe.latent_up.weight, "add"),
-                kernel_ops.plain(moe.shared_down),
-            ]
-            layer = replace(layer, mlp=weights.layers[0].mlp)
-        records.append(kernel_ops.pack_layer(layer, config.qk_rope_head_dim))
-    return {packed.shape for record in records for packed in packed_in(record)}
+    """Of all layers and the head; tensors without memory."""
+    fields = empty_weights(config, shard, "meta").packed.values()
+    matrices = [m for field in fields for m in (field if isinstance(field, tuple) else [field])]
+    return {m.shape for m in matrices if isinstance(m, Packed)}
 
 
 def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]:
@@ -144,6 +117,11 @@ def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]
         yield named(f"expert_up {rows} rows", expert_up.compile_expert_up, up, rows)
     down = expert_down.Shape(*sizes, width)
     yield named("expert_down", expert_down.compile_expert_down, down)
+    for columns in (expert_prefill.FEW, expert_prefill.MANY):
+        many = expert_prefill.Shape(up.tiles, up.blocks, columns, betas)
+        yield named(f"prefill up {columns}", expert_prefill.compile_expert_prefill, many)
+        many = expert_prefill.Shape(down.tiles, down.blocks, columns, None)
+        yield named(f"prefill down {columns}", expert_prefill.compile_expert_prefill, many)
 
 
 def resources(cubin: bytes, tool: str | None) -> dict[str, int]:

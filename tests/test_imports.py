@@ -46,9 +46,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "graph": set(),
     "decode": {"cache", "sampling", "step"},
     "loop": {"decode", "graph", "request", "sampling", "step"},
-    "kernel_ops": {"config", "weights", "reference", "kernels", "ops"},
-    "rank_weights": {"config", "weights", "reference", "random_weights", "kernel_ops"},
-    "captured": {"config", "weights", "step", "ops", "kernel_ops"},
+    "workspaces": {"config"},
+    "packing": {"config", "weight_table", "weights", "reference", "kernels"},
+    "kernel_ops": {"config", "reference", "kernels", "ops", "packing", "workspaces"},
+    "prefill_ops": {"config", "reference", "kernels", "ops", "packing", "workspaces"},
+    "rank_weights": {"config", "weights", "reference", "random_weights", "packing"},
+    "captured": {"config", "step", "ops", "kernel_ops"},
     "device": set(),
     # text and ids
     "uniform": set(),
@@ -65,12 +68,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     # all of it
     "runner": {
         *("config", "weights", "cache", "step", "ops", "model", "graph", "captured", "decode"),
-        *("loop", "sampling", "request", "spec", "comm"),
+        *("loop", "prefill_ops", "sampling", "request", "spec", "comm"),
+    },
+    "plan": {
+        *("config", "weight_table", "packing", "cache", "step", "decode", "workspaces"),
+        "runner",
     },
     "scheduler": {"cache", "loop", "request", "runner"},
     "engine": {
-        *("config", "checkpoint", "device", "progress", "cache", "runner", "scheduler"),
-        *("weight_table", "weights"),
+        *("config", "checkpoint", "device", "plan", "progress", "cache", "runner", "scheduler"),
+        *("weight_table", "weights", "packing"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
         "comm",
     },
@@ -81,7 +88,8 @@ OTHERS: dict[str, set[str]] = {
     "torch": {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
-        *("device", "captured", "kernel_ops", "rank_weights", "decode", "loop"),
+        *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
+        *("packing", "workspaces"),
         *("weight_table", "random_weights", "grammar"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },

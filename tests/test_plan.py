@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from packed import CONFIG
 from test_weight_table import k3_rank_bytes
 from tiny import tiny_config, tiny_weights
 
 from nanok3 import cli
 from nanok3.cache import CacheManager, allocate_cache
-from nanok3.config import K3, WHOLE, EngineConfig, ModelConfig, Shard
+from nanok3.config import K3, WHOLE, EngineConfig, Shard
+from nanok3.decode import StateMemory
+from nanok3.packing import empty_weights, tensors_of
 from nanok3.plan import (
     BUFFERS,
+    DECODING,
     LATENTS,
+    PREFILLING,
+    SAMPLING_BYTES,
     SNAPSHOTS,
     STATES,
     WEIGHTS,
@@ -26,12 +33,11 @@ from nanok3.plan import (
     nbytes_of,
     verdict,
 )
-from nanok3.random_weights import random_shard
 from nanok3.runner import DTYPES, Runner
 from nanok3.step import allocate_buffers, without_parts
-from nanok3.weight_table import Filler
+from nanok3.weight_table import Filler, table
+from nanok3.workspaces import allocate, decode_spaces
 
-SPLITS = tiny_config(num_heads=4, num_attention_heads=4, moe_intermediate_size=128)
 GPU = EngineConfig(device="cuda", dtype="bfloat16")
 
 
@@ -54,25 +60,38 @@ def test_a_plan_is_what_the_engine_allocates(dtype: str, num_blocks: int | None)
     assert chosen.total_bytes == sum(chosen.nbytes.values())
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_plan_is_what_a_rank_allocates(size: int) -> None:
-    """Weights on a CPU, where experts are unpacked, and on a GPU, where they stay as stored."""
+    """Weights on a CPU, where experts are unpacked, and on a GPU, where all of them are packed."""
     shard, dtype = Shard(size - 1, size), torch.bfloat16
     settings = EngineConfig(dtype="bfloat16", max_num_reqs=2, num_blocks=7, prefill_chunk=9)
-    on_cpu = make_plan(SPLITS, shard, settings)
-    on_gpu = make_plan(SPLITS, shard, replace(settings, device="cuda"))
-    assert on_cpu.weight_bytes == nbytes_of(Filler(SPLITS, dtype, "cpu", shard).fields.values())
-    values = random_shard(SPLITS, shard, "cpu", dtype, 0)
-    assert on_gpu.weight_bytes == nbytes_of(values.values())
-    packed = [v for n, v in values.items() if n.endswith((".packed", ".scale"))]
-    assert on_gpu.nbytes["experts"] == nbytes_of(packed)
-    cache = allocate_cache(SPLITS, 3, 8, settings.block_size, dtype, "cpu", shard)
-    assert cache.state.shape[2] == 4 // size and cache.conv_state.shape[3] == 3 * 64 // size
-    buffers = allocate_buffers(SPLITS, 9, 9, dtype, "cpu", shard)
+    on_cpu = make_plan(CONFIG, shard, settings)
+    on_gpu = make_plan(CONFIG, shard, replace(settings, device="cuda"))
+    assert on_cpu.weight_bytes == nbytes_of(Filler(CONFIG, dtype, "cpu", shard).fields.values())
+    places = empty_weights(CONFIG, shard, "cpu")
+    dense = Filler(CONFIG, dtype, "cpu", shard, places.puts).fields
+    packed = {name: nbytes_of(tensors_of(value)) for name, value in places.packed.items()}
+    assert on_gpu.weight_bytes == nbytes_of(dense.values()) + sum(packed.values())
+    experts = [field for field in table(CONFIG, shard) if field.kind == "experts"]
+    values = sum(prod(field.shape) for field in experts)
+    assert on_gpu.nbytes["experts"] == values // 2 + values // 32
+    heads = 4 // size
+    cache = allocate_cache(CONFIG, 3, 8, settings.block_size, dtype, "cpu", shard)
+    assert cache.state.shape[2] == heads and cache.conv_state.shape[3] == 3 * heads * 32
+    buffers = allocate_buffers(CONFIG, 9, 9, dtype, "cpu", shard)
     for chosen in (on_cpu, on_gpu):
         assert chosen.nbytes[STATES] == nbytes_of((cache.conv_state, cache.state))
         assert chosen.nbytes[LATENTS] == cache.latent.nbytes
         assert chosen.nbytes[BUFFERS] == nbytes_of(without_parts(buffers).values())
+    assert DECODING not in on_cpu.nbytes and PREFILLING not in on_cpu.nbytes
+    second = allocate_buffers(CONFIG, 2, 2, dtype, "cpu", shard)
+    memory = StateMemory(7, settings.block_size, second.logits)
+    state, v = memory.state, CONFIG.vocab_size
+    small = (memory._device, state.step.logit_rows, state.finite, state.result)
+    spaces = allocate(decode_spaces(CONFIG, shard, 2), "cpu").values()
+    in_all = nbytes_of((*small, state.counts, state.prompt_seen, *spaces))
+    in_all += nbytes_of(without_parts(second).values()) + SAMPLING_BYTES * 2 * v
+    assert on_gpu.nbytes[DECODING] == in_all
 
 
 def test_snapshots_are_counted() -> None:
@@ -93,7 +112,10 @@ def test_snapshots_are_counted() -> None:
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
 def test_k3_by_kind(size: int) -> None:
     chosen = make_plan(K3, Shard(0, size), GPU)
-    assert {kind: chosen.nbytes[kind] for kind in WEIGHTS} == k3_rank_bytes(size)
+    right = k3_rank_bytes(size)
+    right["attention"] += 69 * 2 * 7168 * (-(96 // size) % 16)  # rows of b, the last of in_proj
+    right["rest of MoE"] += 92 * 2 * 7168 * (-(896 // size) % 16)  # rows of the router
+    assert {kind: chosen.nbytes[kind] for kind in WEIGHTS} == right
     slot = 69 * (96 // size * 128 * 128 * 4 + 3 * 3 * 12288 // size * 2)
     assert chosen.nbytes[STATES] == (8 + 1) * slot
     assert chosen.nbytes[SNAPSHOTS] == 4 * slot
@@ -145,7 +167,9 @@ def test_verdicts() -> None:
 
 
 def test_a_model_without_latents_is_not_helped_by_a_shorter_context() -> None:
-    config: ModelConfig = tiny_config(kda_layers=tuple(range(1, 8)), full_attn_layers=())
+    linear = CONFIG.linear_attn_config
+    linear = replace(linear, kda_layers=tuple(range(1, 8)), full_attn_layers=())
+    config = replace(CONFIG, linear_attn_config=linear)
     chosen = make_plan(config, WHOLE, GPU)
     assert chosen.nbytes[LATENTS] == longest_context(chosen, 1000) == 0
     assert "use GPUs with" in verdict(config, chosen, 1000)

@@ -46,12 +46,13 @@ from nanok3.dsl import (
     st_shared_f32,
     tree,
 )
-from nanok3.kernels.mxfp4 import (
+from nanok3.kernels.mxfp4 import multiply_block
+from nanok3.kernels.mxfp4_layout import (
     BLOCK,
     BLOCK_BYTES,
+    DOWN_LAYOUT,
     TILE,
     PackedExperts,
-    multiply_block,
     pack_experts,
 )
 from nanok3.kernels.ring import Ring
@@ -64,7 +65,6 @@ WARPS = LANES * TILES
 THREADS = 32 * (WARPS + 1)
 MOST_BLOCKS = 6  # of a warp's part of a ring slot: act's part takes 4 registers a block
 SLOTS = 4  # of 16 parts, 26 KB at F = 192
-LAYOUT = "mxfp4 tiles of 16 rows"
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class ExpertDown:
 
 def pack_expert_down(packed: torch.Tensor, scale: torch.Tensor) -> PackedExperts:
     """packed [E, Z, F / 2] u8, scale [E, Z, F / 32] u8."""
-    return pack_experts(packed, scale, LAYOUT, pairs=False)
+    return pack_experts(packed, scale, DOWN_LAYOUT, pairs=False)
 
 
 @functools.cache
@@ -332,7 +332,7 @@ def expert_down(
     """act [T, A, F] bf16, weights [T, A] f32, slot_of [T, A], distinct [>= n], num_distinct [1] i32
     -> out [T, Z] bf16."""
     tokens, top_k, width = act.shape
-    assert packed.layout == LAYOUT, f"weights lie as «{packed.layout}», not «{LAYOUT}»"
+    assert packed.layout == DOWN_LAYOUT, f"weights lie as «{packed.layout}», not «{DOWN_LAYOUT}»"
     experts = packed.tiles.shape[0]
     shape = Shape(experts, top_k, out.shape[1], width)
     assert packed.tiles.shape == (experts, shape.tiles, shape.blocks, BLOCK_BYTES)

@@ -46,12 +46,13 @@ from nanok3.dsl import (
     st_shared_u32x4,
     tree,
 )
-from nanok3.kernels.mxfp4 import (
+from nanok3.kernels.mxfp4 import multiply_block
+from nanok3.kernels.mxfp4_layout import (
     BLOCK,
     BLOCK_BYTES,
     TILE,
+    UP_LAYOUT,
     PackedExperts,
-    multiply_block,
     pack_experts,
 )
 from nanok3.kernels.ring import Ring
@@ -63,7 +64,6 @@ THREADS = 32 * (WARPS + 1)
 CHUNK_BLOCKS = 64  # of a ring slot, 17 KB: 4 for every warp, and 3 in the second of Z = 3584
 SLOTS = 5
 STAGE_LOADS = 4  # 16-byte loads of latent that a thread keeps in flight
-LAYOUT = "mxfp4 tiles of 8 gate and 8 up rows"
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class ExpertUp:
 
 def pack_expert_up(packed: torch.Tensor, scale: torch.Tensor) -> PackedExperts:
     """packed [E, 2F, Z / 2] u8, scale [E, 2F, Z / 32] u8: the rows of w1, then those of w3."""
-    return pack_experts(packed, scale, LAYOUT, pairs=True)
+    return pack_experts(packed, scale, UP_LAYOUT, pairs=True)
 
 
 @functools.cache
@@ -303,7 +303,7 @@ def expert_up(
     """latent [T, Z] bf16, slot_of [T, A] i32, distinct [>= n] i32, num_distinct [1] i32 ->
     act [T, A, F] bf16."""
     tokens, top_k, width = act.shape
-    assert packed.layout == LAYOUT, f"weights lie as «{packed.layout}», not «{LAYOUT}»"
+    assert packed.layout == UP_LAYOUT, f"weights lie as «{packed.layout}», not «{UP_LAYOUT}»"
     experts = packed.tiles.shape[0]
     shape = Shape(experts, top_k, latent.shape[1], width, beta, linear_beta)
     assert packed.tiles.shape == (experts, shape.tiles, shape.blocks, BLOCK_BYTES)

@@ -114,24 +114,54 @@ def choose_split(rows: int, k: int, sms: int = 132) -> int:
     return max(fitting, default=1)
 
 
+def empty_gemv(rows: int, k: int, situ: bool, device: str) -> torch.Tensor:
+    """Packed zeros: rows that nobody places must be zero."""
+    assert k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {k}"
+    tiles = -(-rows // 2 // 8) if situ else -(-rows // TILE)
+    shape = (tiles, k // BLOCK, TILE, BLOCK)
+    return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+
+def place_rows(
+    packed: torch.Tensor, first: int, weight: torch.Tensor, num_rows: int, situ: bool = False
+) -> None:
+    """Rows `first` .. of a matrix of `num_rows`, weight [n, K], to their places in `packed`.
+
+    Tile i holds rows 16 i .. 16 i + 15; situ: of gate rows and as many up rows tile i holds gate
+    rows 8 i .. 8 i + 7, then the same up rows.
+    """
+    n, k = weight.shape
+    assert first >= 0 and first + n <= num_rows and k == packed.shape[1] * BLOCK
+    row = torch.arange(first, first + n, device=packed.device)
+    tile, within = row // TILE, row % TILE
+    if situ:
+        half = num_rows // 2
+        tile, within = row % half // 8, row // half * 8 + row % half % 8
+    packed[tile, :, within] = weight.view(n, k // BLOCK, BLOCK).to(packed)
+
+
 def pack_gemv(weight: torch.Tensor, situ: bool = False) -> torch.Tensor:
     """weight [O, K] bf16 -> [tiles, K / 32, 16, 32] bf16: a tile's blocks in the order of K.
 
     A block is 16 rows of 32 columns as they lie, which is what the lanes of two mma read with two
     16-byte loads. Missing rows of the last tile are zero. situ: gate rows first, then as many up
-    rows; tile i holds gate rows 8 i .. 8 i + 7, then the same up rows.
+    rows.
     """
     rows, k = weight.shape
-    assert k % BLOCK == 0, f"K must be a multiple of {BLOCK}, not {k}"
-    if situ:
-        gate, up = (
-            torch.nn.functional.pad(h, (0, 0, 0, -(rows // 2) % 8)) for h in weight.chunk(2)
-        )
-        weight = torch.stack([gate.unflatten(0, (-1, 8)), up.unflatten(0, (-1, 8))], 1).flatten(
-            0, 2
-        )
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % TILE))
-    return padded.view(-1, TILE, k // BLOCK, BLOCK).transpose(1, 2).contiguous()
+    packed = empty_gemv(rows, k, situ, str(weight.device))
+    place_rows(packed, 0, weight, rows, situ)
+    return packed
+
+
+def unpack_gemv(packed: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Some tiles [n, K / 32, 16, 32] -> their rows [16 n, K] as they lie in tiles, in the first
+    values of `out` [any] bf16. A tile of a situ matrix has 8 gate rows, then 8 up rows."""
+    tiles, blocks, _, _ = packed.shape
+    rows = out[: packed.numel()]
+    # as 8-byte words, which a copy moves 4 times as fast as bf16
+    target = rows.view(torch.int64).view(tiles, TILE, blocks, BLOCK // 4)
+    target.copy_(packed.view(torch.int64).transpose(1, 2))
+    return rows.view(tiles * TILE, blocks * BLOCK)
 
 
 def pack_moe_in(

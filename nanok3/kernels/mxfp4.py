@@ -1,53 +1,11 @@
-"""MXFP4 weights of experts: how they lie in memory, and how a warp multiplies by them.
-
-A tile is 16 rows, a block 32 columns of them (one scale group), 272 bytes:
-
-    bytes 8 l + 4 h .. + 3   lane l = 4g + q: columns 8q .. 8q + 7 of row g + 8h, one word
-    bytes 256 + 2g + h       the scale byte of row g + 8h, plus 126
-
-so a lane reads 8 bytes and a pair of scales and has its part of two mma (`dsl.mma_bf16`). In a word
-the bits of columns 2i (low half) and 2i + 1 (high half) lie where a shift and a mask bring them to
-sign (bit 15), low exponent (8, 7) and top mantissa bit (6) of a bf16:
-
-    pair    sign   value bits   to their places by
-    0       15     8 7 6        nothing
-    1       12     5 4 3        << 3
-    2       9      2 1 0        << 6
-    3       14     13, 11 10    << 1 (sign), >> 5 (bit 13), >> 4 (bits 11, 10)
-
-Such a bf16 is the value times 2^-126 (0.5 as a subnormal number), and a product with
-2^(scale - 1), a bf16 with the exponent field scale + 126, makes it exactly value * 2^(scale - 127).
-That holds for scale bytes 0 to 128; packing refuses others.
-"""
+"""How a warp multiplies by MXFP4 weights of experts, which lie as `mxfp4_layout.py` says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from cutlass import Uint32
-from torch import Tensor
 
 from nanok3.dsl import ld_shared_u16, ld_shared_u32x2, mma_bf16, mul_bf16x2
-
-TILE = 16  # rows of a tile: the M of an mma
-BLOCK = 32  # columns of a block: a scale group, two mma
-VALUE_BYTES = TILE * BLOCK // 2
-BLOCK_BYTES = VALUE_BYTES + TILE
-LARGEST_SCALE = 128  # 2^(scale - 1) must be a finite bf16
-SCALE_OFFSET = 126
-AT_ONCE = 32  # experts that are packed together: about 20 times their bytes are in use
-
-
-@dataclass(frozen=True)
-class PackedExperts:
-    """Tiles of every expert. `layout` says which rows share a tile; every consumer asserts it."""
-
-    tiles: Tensor  # [E, tiles, K / 32, 272] u8
-    layout: str
-
-
-# ---- device ----
+from nanok3.kernels.mxfp4_layout import VALUE_BYTES
 
 
 def unpack(word):
@@ -58,12 +16,9 @@ def unpack(word):
     return word & mask, (word << 3) & mask, (word << 6) & mask, last
 
 
-def multiply_block(at, lane, x, c):
-    """c [16, 8] plus the block at shared address `at` times x [32, 8]; returns the new c.
-
-    x: four words, columns 8q .. 8q + 7 of the lane's row g of x. c: two chains of four
-    accumulators, of which the sum counts.
-    """
+def load_block(at, lane):
+    """The block at shared address `at` as the lane's two mma operands: its columns 8q .. 8q + 3
+    and 8q + 4 .. 8q + 7 of rows g and g + 8."""
     top, bottom = ld_shared_u32x2(at + lane * 8)
     scales = ld_shared_u16(at + VALUE_BYTES + lane // 4 * 2)
     factor = (scales & Uint32(0xFF)) * Uint32(0x00800080)
@@ -71,70 +26,14 @@ def multiply_block(at, lane, x, c):
     factor = (scales >> 8) * Uint32(0x00800080)
     lower = [mul_bf16x2(pair, factor) for pair in unpack(bottom)]  # row g + 8
     first = (upper[0], lower[0], upper[1], lower[1])
-    second = (upper[2], lower[2], upper[3], lower[3])
-    return (*mma_bf16(first, x[:2], c[:4]), *mma_bf16(second, x[2:], c[4:]))
+    return first, (upper[2], lower[2], upper[3], lower[3])
 
 
-# ---- host ----
+def multiply_block(at, lane, x, c):
+    """c [16, 8] plus the block at shared address `at` times x [32, 8]; returns the new c.
 
-
-def half_word(pair: int, code: int) -> int:
-    """Where the four bits of a value of pair `pair` lie in its half of the word."""
-    sign, value = code >> 3, code & 7
-    if pair < 3:
-        return (sign << 15 | value << 6) >> (3 * pair)
-    return sign << 14 | (value >> 2) << 13 | (value & 3) << 10
-
-
-def byte_table() -> Tensor:
-    """[4, 256] i32: what byte i of the four that make a word (two values each) adds to it."""
-    words = [
-        [half_word(i, byte & 15) | half_word(i, byte >> 4) << 16 for byte in range(256)]
-        for i in range(4)
-    ]
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)  # wraps
-
-
-def check_scales(scale: Tensor) -> None:
-    worst = int(scale.max())
-    if worst > LARGEST_SCALE:
-        raise ValueError(
-            f"MXFP4 scale byte {worst} found where the kernels take 0 to {LARGEST_SCALE} (factors "
-            f"up to 2): requantise the experts, or run this checkpoint with the reference ops"
-        )
-
-
-def pack_tiles(packed: Tensor, scale: Tensor, pairs: bool) -> Tensor:
-    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8 -> [E, R / 16, K / 32, 272] u8.
-
-    Tile i holds rows 16i .. 16i + 15; with `pairs` rows 8i .. 8i + 7 of the first half of the
-    matrix and the same rows of the second half.
+    x: four words, columns 8q .. 8q + 7 of the lane's row g of x. c: two chains of four
+    accumulators, of which the sum counts.
     """
-    experts, rows, blocks = scale.shape
-    assert packed.dtype == scale.dtype == torch.uint8
-    assert packed.shape == (experts, rows, blocks * BLOCK // 2), f"{packed.shape}, {scale.shape}"
-    assert rows % TILE == 0, f"rows must be a multiple of {TILE}, not {rows}"
-    table = byte_table().to(packed.device)
-    parts = packed.view(-1, 4)  # a word's bytes
-    words = table[0][parts[:, 0].int()]
-    for i in range(1, 4):
-        words |= table[i][parts[:, i].int()]
-
-    def tiled(x: Tensor) -> Tensor:  # [E, R, ...] -> [E, tiles, 2, 8, ...]: rows g and g + 8
-        return x.unflatten(1, (2, -1, 8)).transpose(1, 2) if pairs else x.unflatten(1, (-1, 2, 8))
-
-    values = tiled(words.view(experts, rows, blocks, 4)).permute(0, 1, 4, 3, 5, 2)
-    scales = tiled(scale + SCALE_OFFSET).permute(0, 1, 4, 3, 2)  # [E, tiles, blocks, g, h]
-    return torch.cat([values.contiguous().view(torch.uint8).flatten(3), scales.flatten(3)], dim=3)
-
-
-def pack_experts(packed: Tensor, scale: Tensor, layout: str, pairs: bool) -> PackedExperts:
-    """packed [E, R, K / 2] u8, scale [E, R, K / 32] u8; some experts at a time."""
-    check_scales(scale)
-    experts, rows, blocks = scale.shape
-    shape = (experts, rows // TILE, blocks, BLOCK_BYTES)
-    tiles = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    for first in range(0, experts, AT_ONCE):
-        some = slice(first, first + AT_ONCE)
-        tiles[some] = pack_tiles(packed[some], scale[some], pairs)
-    return PackedExperts(tiles, layout)
+    first, second = load_block(at, lane)
+    return (*mma_bf16(first, x[:2], c[:4]), *mma_bf16(second, x[2:], c[4:]))

@@ -15,6 +15,7 @@ KERNELS = {
     "attn_res": {2, 3},
     "embed": {1},
     "expert_down": {5},
+    "expert_prefill": {3},
     "expert_up": {4},
     "gemv": {1},
     "kda_decode": {1, 2, 3, 4, 5},

@@ -19,6 +19,7 @@ from kernels import (
     test_attn_res,
     test_embed,
     test_expert_down,
+    test_expert_prefill,
     test_expert_up,
     test_gemv,
     test_kda_decode,
@@ -113,6 +114,17 @@ def test_expert_down_on_emulator(emulated: Emulator, name: str, tokens: int) -> 
     test_expert_down.test_expert_down_matches_ref(name, tokens)
 
 
+@pytest.mark.parametrize("name, tokens", [("one", 1), ("odd", 3), ("golden", 20), ("mini", 9)])
+def test_expert_prefill_on_emulator(emulated: Emulator, name: str, tokens: int) -> None:
+    test_expert_prefill.experts.cache_clear()
+    test_expert_prefill.test_expert_prefill_matches_ref(name, tokens)
+
+
+def test_expert_prefill_reads_nothing_else_on_emulator(emulated: Emulator) -> None:
+    test_expert_prefill.experts.cache_clear()
+    test_expert_prefill.test_other_experts_and_other_rows_are_not_read()
+
+
 # ---- a kernel with a fault ----
 
 
@@ -166,3 +178,20 @@ def test_faults_of_kda_decode_are_noticed(
     emulated.edit = edit
     with pytest.raises(Fault, match=sentence):
         test_kda_decode.test_kda_decode_matches_ref(1, 11, [4])
+
+
+@pytest.mark.parametrize(
+    "edit, sentence",
+    [
+        (replaced(r"cp\.async\.wait_group", "// ", 0), "before a copy to it is waited for"),
+        (replaced(BARRIER, "", 0), "race|read, which another warp|before a copy"),
+        (replaced(r"griddepcontrol\.wait;", "", 0), "before griddepcontrol.wait"),
+    ],
+)
+def test_faults_of_expert_prefill_are_noticed(
+    emulated: Emulator, edit: Callable[[str], str], sentence: str
+) -> None:
+    emulated.edit = edit
+    test_expert_prefill.experts.cache_clear()
+    with pytest.raises(Fault, match=sentence):
+        test_expert_prefill.test_expert_prefill_matches_ref("golden", 3)

@@ -29,7 +29,7 @@ from nanok3.kernels.expert_down import (
     expert_down,
     pack_expert_down,
 )
-from nanok3.kernels.mxfp4 import PackedExperts
+from nanok3.kernels.mxfp4_layout import PackedExperts
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -25,7 +25,7 @@ from kernels.expert_cases import (
 )
 from nanok3.dsl import ARCHS
 from nanok3.kernels.expert_up import Shape, compile_expert_up, expert_up, pack_expert_up
-from nanok3.kernels.mxfp4 import PackedExperts
+from nanok3.kernels.mxfp4_layout import PackedExperts
 
 BETAS = 4.0, 25.0
 

@@ -21,9 +21,12 @@ from nanok3.kernels.gemv_layout import (
     TILE,
     Shape,
     choose_split,
+    empty_gemv,
     pack_gemv,
     pack_moe_in,
+    place_rows,
     resident_ctas,
+    unpack_gemv,
 )
 
 MARGIN = 3  # columns
@@ -101,6 +104,31 @@ def test_gate_and_up_rows_share_a_tile() -> None:
     packed = pack_gemv(weight, situ=True)[:, 0, :, 0]
     assert packed[0].tolist() == [*range(8), *range(12, 20)]
     assert packed[1].tolist() == [8, 9, 10, 11, 0, 0, 0, 0, 20, 21, 22, 23, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("rows, k, situ", [(40, 96, False), (7, 64, False), (24, 32, True)])
+def test_unpacking_is_the_way_back(rows: int, k: int, situ: bool) -> None:
+    """Also of some tiles, into a buffer that is longer and holds something else."""
+    weight = torch.randn(rows, k).bfloat16()
+    packed = pack_gemv(weight, situ)
+    scratch = torch.full((packed.numel() + 64,), float("nan"), dtype=torch.bfloat16)
+    lying = unpack_gemv(packed, out=scratch)
+    assert lying.data_ptr() == scratch.data_ptr() and scratch[packed.numel() :].isnan().all()
+    if situ:
+        by_tile = lying.view(-1, 2, 8, k).transpose(0, 1).flatten(1, 2)  # [gate|up, rows, K]
+        lying = by_tile[:, : rows // 2].flatten(0, 1)
+    assert torch.equal(lying[:rows], weight)
+    last = unpack_gemv(packed[-1:], out=scratch)
+    assert torch.equal(last.view(TILE, -1, BLOCK), packed[-1].transpose(0, 1))
+
+
+@pytest.mark.parametrize("situ", [False, True])
+def test_rows_are_placed_in_any_pieces(situ: bool) -> None:
+    weight = torch.randn(60, 64).bfloat16()
+    packed = empty_gemv(60, 64, situ, "cpu")
+    for first, last in [(33, 34), (0, 33), (34, 60)]:
+        place_rows(packed, first, weight[first:last], 60, situ)
+    assert torch.equal(packed, pack_gemv(weight, situ))
 
 
 def test_matrices_of_moe_in_have_tiles_of_their_own() -> None:

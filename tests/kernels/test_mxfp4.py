@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 from kernels.expert_cases import random_matrices
 from nanok3.kernels.expert_down import expert_down, pack_expert_down
 from nanok3.kernels.expert_up import expert_up, pack_expert_up
-from nanok3.kernels.mxfp4 import BLOCK_BYTES, PackedExperts, byte_table
+from nanok3.kernels.mxfp4_layout import BLOCK_BYTES, PackedExperts, byte_table
 from nanok3.reference import mxfp4
 
 SHIFTS = {0: ((0, 0x81C0),), 1: ((-3, 0x81C0),), 2: ((-6, 0x81C0),)} | {
@@ -88,7 +88,7 @@ def test_up_tiles_are_8_gate_and_8_up_rows(width: int, k: int) -> None:
 
 
 def test_the_bits_of_a_word_do_not_overlap() -> None:
-    table = byte_table().long() & 0xFFFFFFFF
+    table = byte_table("cpu").long() & 0xFFFFFFFF
     used = [0] * 4
     for i in range(4):
         for word in table[i].tolist():

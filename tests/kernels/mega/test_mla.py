@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from compare import check_bf16, check_equal
+from packed import pack_mla
 from torch import Tensor
 
 pytest.importorskip("cutlass")
@@ -39,7 +40,6 @@ from nanok3.dsl import (
     st_global_u32,
     st_shared_u32,
 )
-from nanok3.kernel_ops import pack_mla
 from nanok3.kernels.gemv_layout import pack_gemv
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.linear import (

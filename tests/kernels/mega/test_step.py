@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from compare import check_bf16, check_close
+from packed import packed_tiny_weights
 from tiny import tiny_config, tiny_weights
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from ptx.memory import Fault
 from kernels.mega.harness import OnEmulator
 from nanok3.cache import Cache, allocate_cache
 from nanok3.config import ModelConfig
-from nanok3.kernel_ops import pack_weights
 from nanok3.kernels.mega.role import LIMIT
 from nanok3.mega_ops import Mega, MegaError
 from nanok3.model import forward
@@ -127,7 +127,7 @@ def test_a_step_matches_ref(on_emulator: OnEmulator, lengths: list[int], rows: i
 
     cache = filled_cache(config, torch.bfloat16, num_slots)
     buf = poisoned(config, len(step.positions), torch.bfloat16)
-    mega = Mega(config, pack_weights(config, weights), cache, BLOCK, MAX_BLOCKS)
+    mega = Mega(config, packed_tiny_weights(config, 3), cache, BLOCK, MAX_BLOCKS)
     on_emulator.step(mega, step, buf)
     for i in range(len(buf.streams)):
         check_bf16(buf.streams[i], plain.streams[i], exact.streams[i], f"stream {i}")
@@ -139,9 +139,9 @@ def test_a_step_matches_ref(on_emulator: OnEmulator, lengths: list[int], rows: i
 def lost_signal(on_emulator: OnEmulator, limit: int) -> None:
     """A step in which one of the arrivals at the third counter never comes."""
     config = mini_config()
-    weights, step = tiny_weights(config, 3, torch.bfloat16), step_of(config, [5], 1)
+    step = step_of(config, [5], 1)
     cache = filled_cache(config, torch.bfloat16, 2)
-    packed = pack_weights(config, weights)
+    packed = packed_tiny_weights(config, 3)
     mega = Mega(config, packed, cache, BLOCK, MAX_BLOCKS, limit=limit)
     on_emulator.step(mega, step, poisoned(config, 1, torch.bfloat16), lost=2)
 
