@@ -338,6 +338,22 @@ def ld_relaxed_u32(address):
     return asm("ld.relaxed.gpu.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
 
 
+def ld_relaxed_u32x4(address):
+    """Relaxed, at GPU scope, each word for itself: for words that say whether they are new."""
+    code = "ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3},[$4];"
+    return asm(code, "=r,=r,=r,=r,l,~{memory}", (address,), U4)
+
+
+def st_relaxed_u32x2(address, words):
+    code = "st.relaxed.gpu.global.v2.u32 [$0],{$1,$2};"
+    asm(code, "l,r,r,~{memory}", (address, *words))
+
+
+def st_relaxed_u32x4(address, words):
+    code = "st.relaxed.gpu.global.v4.u32 [$0],{$1,$2,$3,$4};"
+    asm(code, "l,r,r,r,r,~{memory}", (address, *words))
+
+
 def st_relaxed_u32(address, word):
     """Relaxed, at GPU scope."""
     asm("st.relaxed.gpu.global.u32 [$0],$1;", "l,r,~{memory}", (address, word))
@@ -351,6 +367,17 @@ def red_add_release(address, word):
 def fence_async():
     """What this thread wrote or saw written is ordered before bulk copies that come after."""
     asm("fence.proxy.async.global;", "~{memory}", ())
+
+
+def mul_wide_u32(a, b):
+    """The low and the high word of a product."""
+    code = "{.reg .b64 t; mul.wide.u32 t,$2,$3; mov.b64 {$0,$1},t;}"
+    return asm(code, "=r,=r,r,r", (a, b), U2, effects=False)
+
+
+def ld_shared_u8(address):
+    """Zero-extended."""
+    return asm("ld.shared.u8 $0,[$1];", "=r,r,~{memory}", (address,), Uint32)
 
 
 def global_clock():

@@ -20,7 +20,7 @@ from nanok3.cache import Cache
 from nanok3.config import WHOLE, ModelConfig, Shard
 from nanok3.kernels.mega import fields
 from nanok3.kernels.mega.kernel import Program, Text
-from nanok3.kernels.mega.launch import Arguments, launch_mega, stamps_of, workspace
+from nanok3.kernels.mega.launch import Arguments, clear, launch_mega, stamps_of, workspace
 from nanok3.kernels.mega.sizes import PASS, Sizes
 from nanok3.step import Buffers, Step
 from nanok3.weights import DenseWeights, LayerWeights, MoEWeights, Weights
@@ -150,7 +150,8 @@ def table_of(
     kept: list[Tensor] = []
     rows = []
     numbers = range(len(w.layers)) if numbers is None else numbers
-    streams = [-(-i // config.attn_res_block_size) + 1 for i in numbers] + [config.num_res_blocks]
+    size = config.attn_res_block_size
+    streams = [-(-i // size) + 1 for i in numbers] + [n // size + 2 for n in numbers[-1:]]
     following = [*(layer.attn_res for layer in w.layers[1:]), w.output_res]
     for at, (i, layer) in enumerate(zip(numbers, w.layers, strict=True)):
         entries = layer_entries(config, i, layer, cache)
@@ -314,7 +315,7 @@ class Mega:
                 space = self.space(pass_rows)
                 record = space.sync.view(torch.int32)[4:9].tolist()
                 if record[0]:
-                    space.sync.zero_()
+                    clear(space.work, space.sync)
                     raise MegaError(describe(space.program, record))
 
 

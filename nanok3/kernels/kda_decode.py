@@ -74,7 +74,6 @@ from nanok3.dsl import (
 from nanok3.kernels.kda_tile import (
     COLUMNS,
     DIM,
-    F_A_ROW,
     PASS,
     QK_ROW,
     QUARTERS,
@@ -90,6 +89,7 @@ from nanok3.reference.kda import kda_ref as kda_ref
 
 CTAS = QUARTERS  # of a cluster: 6 heads take 24 SMs
 SUMS_BYTES = PASS * CTAS * 4
+F_A_ROW = 2 * RANK + 64  # bytes; they keep lanes in other banks
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class KDADecode:
         self.row_bytes = 2 * (4 * self.width + RANK + self.heads)  # of x
         self.window_row = 2 * 3 * self.width  # bytes of a row of conv_state
         self.tile = KDATile(PASS, shape.lower_bound)
-        self.sums_at = self.tile.num_bytes  # [2, PASS, CTAS], sums of o^2 over each CTA's columns
+        self.f_a_at = self.tile.num_bytes  # [PASS, RANK] bf16
+        self.sums_at = self.f_a_at + PASS * F_A_ROW  # [2, PASS, CTAS], sums of o^2 of each CTA
         self.shared_bytes = self.sums_at + 2 * SUMS_BYTES
 
     @cute.jit
@@ -169,7 +170,7 @@ class KDADecode:
         value_channel = 2 * self.width + column
 
         # 1. weights
-        self.tile.load_f_b(base, f_b + Int64(head) * (DIM * 2 * RANK), tid)
+        f_b_words = self.tile.load_f_b(f_b + Int64(head) * (DIM * 2 * RANK), warp, lane)
         taps = ld_global_f32x4(conv + Int64(channel) * (4 * TAPS))
         value_taps = ld_global_f32x4(conv + Int64(value_channel) * (4 * TAPS))
         norm = ld_global_f32(o_norm + Int64(cta * COLUMNS + lane) * 4)
@@ -206,28 +207,31 @@ class KDADecode:
             )
             if first == 0:
                 self.tile.load_state(base, columns, tid)
+                cute.arch.cp_async_commit_group()
                 if warp < 3:  # of this CTA's columns of q, k and v, the inputs to keep
                     last = num_rows - (TAPS - 1)
                     self.load_window(
                         *(rows, windows, history_row, last, warp * self.width + column, tail)
                     )
             for j in cutlass.range_constexpr(2):
-                st_shared_u32(base + self.tile.f_a_at + warp * F_A_ROW + lane * 4 + j * 128, f_a[j])
-            cute.arch.cp_async_wait_group(1)  # f_b; the state may still come
+                st_shared_u32(base + self.f_a_at + warp * F_A_ROW + lane * 4 + j * 128, f_a[j])
             cute.arch.sync_threads()
 
             # 3. decay of the pass's rows; convolution; each row's scalars
-            decays = self.tile.decays(base, bias, rate, PASS - 1, warp, lane)
+            f_a_rows = base + self.f_a_at + lane // 4 * F_A_ROW + lane % 4 * 16
+            decays = self.tile.decays(f_b_words, f_a_rows, bias, rate)
             self.tile.store_decays(base, decays, warp, lane)
             for row in cutlass.range_constexpr(self.pass_rows):
-                mixed = convolved(taps, words[row : row + TAPS])
+                mixed = convolved(taps, [bf16_low(w) for w in words[row : row + TAPS]])
                 st_shared_f32(base + self.tile.qk_at + row * QK_ROW + tid * 4, mixed)
-            mixed = convolved(value_taps, value_words)
+            mixed = convolved(value_taps, [bf16_low(value_words[j]) for j in range(TAPS)])
             st_shared_f32(base + self.tile.value_at + warp * VALUE_ROW + lane * 4, mixed)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            scales = self.tile.scales(base, b, self.pass_rows - 1, warp, lane)
-            self.tile.store_scales(base, scales, warp, lane)
+            at = base + self.tile.qk_at + cutlass.min(warp, count - 1) * QK_ROW + lane * 16
+            q, k = ld_shared_f32x4(at), ld_shared_f32x4(at + 4 * DIM)
+            products = warp_sum(self.tile.products_of(q, k))
+            self.tile.store_scales(base, self.tile.scales(products, bf16_low(b)), warp, lane)
             cute.arch.sync_threads()
 
             # 4. the delta rule, row by row

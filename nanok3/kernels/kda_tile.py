@@ -3,12 +3,12 @@
     S = exp(g) S;  e = v - S' k;  S = S + beta k e';  o = S' q              (`reference/kda.py`)
 
 As o = (exp(g) S)' q + beta (k . q) e, both products read the same S: one reduction over keys a row.
-Up to 8 rows. All lies in shared memory; who fills it, the barriers between the steps, and what
-becomes of o are the kernel's. A warp has 4 columns x 128 keys of the state: lane l keys 4 l .. 4 l
-+ 3.
+Up to 8 rows. All but f_b lies in shared memory; who fills it, the barriers between the steps, and
+what becomes of o are the kernel's. A warp has 4 columns x 128 keys of the state: lane l keys 4 l ..
+4 l + 3.
 
 step      reads                  gives                                     by
-`decays`  f_b, f_a               exp(g) - 1, for all rows                  a warp: 16 channels
+`decays`  f_b (registers), f_a   exp(g) - 1, for all rows                  a warp: 16 channels
 `scales`  q, k (convolved)       1 / |k| and three more numbers of a row   a warp: a row
 `walk`    all but f_a and f_b    state; o, rounded                         a warp: 4 columns
 
@@ -27,8 +27,9 @@ from nanok3.dsl import (
     bf16_low,
     cp_async_16,
     ex2_approx,
+    ld_global_u32x4,
     ld_shared_f32x4,
-    ldmatrix_x4,
+    ld_shared_u32x4,
     mma_bf16,
     pack_bf16,
     rsqrt_approx,
@@ -38,7 +39,6 @@ from nanok3.dsl import (
     st_shared_f32,
     st_shared_f32x4,
     tree,
-    warp_sum,
     warp_sums,
 )
 from nanok3.reference.kda import L2_EPS
@@ -53,12 +53,11 @@ THREADS = 32 * WARPS  # a thread is also a channel of q (the first half) or of k
 PASS = 8  # rows at once: the N of an mma
 LOG2_E = 1.4426950408889634
 
-# Strides in bytes of float32 arrays (f_a, f_b: bf16); they keep lanes in other banks.
+# Strides in bytes of float32 arrays; they keep lanes in other banks.
 STATE_ROW = 4 * COLUMNS
 QK_ROW = 4 * 2 * DIM
 DECAY_ROW = 4 * DIM + 16
 VALUE_ROW = 4 * COLUMNS
-F_A_ROW = F_B_ROW = 2 * RANK + 16
 
 
 def rounded(value):
@@ -66,11 +65,11 @@ def rounded(value):
     return bf16_low(pack_bf16(value, Float32(0.0)))
 
 
-def convolved(taps, words):
-    """silu(sum of taps times a window's bf16 words), rounded."""
-    mixed = taps[0] * bf16_low(words[0])
+def convolved(taps, window):
+    """silu(sum of taps times a window's values), rounded."""
+    mixed = taps[0] * window[0]
     for j in range(1, TAPS):
-        mixed = mixed + taps[j] * bf16_low(words[j])
+        mixed = mixed + taps[j] * window[j]
     return rounded(mixed * sigmoid(mixed))
 
 
@@ -99,86 +98,92 @@ class KDATile:
         self.value_at = self.decay_at + rows * DECAY_ROW  # [row, COLUMNS]
         self.out_at = self.value_at + rows * VALUE_ROW  # [row, COLUMNS], o, rounded
         self.scales_at = self.out_at + rows * VALUE_ROW  # [warp, 4], see `scales`
-        self.f_a_at = self.scales_at + WARPS * 16  # [row, RANK]
-        self.f_b_at = self.f_a_at + rows * F_A_ROW  # [128, RANK]
-        self.num_bytes = self.f_b_at + DIM * F_B_ROW
+        self.num_bytes = self.scales_at + WARPS * 16
 
     def piece_at(self, base, key, piece):
         """Where 4 columns of a key lie: 8 lanes with 8 pieces of one key, or with one piece of keys
         4 apart, hit different banks."""
-        return base + self.state_at + key * STATE_ROW + ((piece ^ (key // 4 % 8)) * 16)
+        return base + self.state_at + key * STATE_ROW + (piece ^ (key >> 2 & 7)) * 16
 
     # ---- loads and stores ----
 
-    def load_f_b(self, base, at, tid):
-        """Asks for the head's 128 rows."""
-        for i in range(DIM * RANK // (8 * THREADS)):
-            row, piece = tid // 16 + 16 * i, tid % 16
-            cp_async_16(
-                base + self.f_b_at + row * F_B_ROW + piece * 16,
-                at + Int64(row * (2 * RANK) + piece * 16),
-            )
-        cute.arch.cp_async_commit_group()
+    def load_f_b(self, at, warp, lane):
+        """32 words of the head's 128 rows at `at`: row l / 4 of the warp's 16 and the one 8 on, 16
+        bytes of each block of 32 columns. So an mma's K is permuted, as `decays` reads f_a."""
+        here = at + Int64((warp * 16 + (lane >> 2)) * (2 * RANK) + (lane & 3) * 16)
+        pieces = [
+            ld_global_u32x4(here + Int64(block * 64 + half * (8 * 2 * RANK)))
+            for block in range(RANK // 32)
+            for half in range(2)
+        ]
+        return [word for piece in pieces for word in piece]
 
     def load_state(self, base, state, tid):
-        """Asks for the tile's columns of the state: 8 pieces a key, 32 keys at a time."""
-        for i in range(DIM // 32):
-            key, piece = tid // 8 + 32 * i, tid % 8
-            cp_async_16(
-                self.piece_at(base, key, piece), state + Int64(key * (4 * DIM) + piece * 16)
-            )
-        cute.arch.cp_async_commit_group()
+        """Asks for the tile's columns of the state, in the current group of copies."""
+        at, state = self.pieces(base, state, tid)
+        for i in range(0, DIM, 32):
+            cp_async_16(at + i * STATE_ROW, state + Int64(i * (4 * DIM)))
 
     def store_state(self, base, state, tid):
         """By the threads that asked for the same pieces."""
-        for i in range(DIM // 32):
-            key, piece = tid // 8 + 32 * i, tid % 8
-            values = ld_shared_f32x4(self.piece_at(base, key, piece))
-            st_global_f32x4(state + Int64(key * (4 * DIM) + piece * 16), values)
+        at, state = self.pieces(base, state, tid)
+        for i in range(0, DIM, 32):
+            st_global_f32x4(state + Int64(i * (4 * DIM)), ld_shared_f32x4(at + i * STATE_ROW))
+
+    def pieces(self, base, state, tid):
+        """A thread has a piece of every 32nd key; those lie in shared memory STATE_ROW apart."""
+        key, piece = tid >> 3 & 31, tid & 7
+        at = self.piece_at(base, key, piece)
+        return at, state + Int64(key * (4 * DIM) + piece * 16)
 
     # ---- arithmetic ----
 
-    def decays(self, base, bias, rate, last, warp, lane):
-        """exp(g) - 1 of 4 (channel, row) places of this lane, of 16 channels a warp and all rows:
-        channel l / 4 (8 more for the last two) of rows 2 (l % 4) + i % 2.
+    def decays(self, f_b, f_a, bias, rate):
+        """exp(g) - 1, where `log_decays` has g."""
+        return [expm1(g) for g in self.log_decays(f_b, f_a, bias, rate)]
 
-        bias, rate: dt_bias of the two channels, A_log. f_a is there up to row `last`.
+    def log_decays(self, f_b, f_a, bias, rate):
+        """g of 4 (channel, row) places of this lane, of 16 channels a warp and all rows: channel
+        l / 4 (8 more for the last two) of rows 2 (l % 4) + i % 2.
+
+        f_b: `load_f_b`; f_a: where 16 bytes l % 4 of row l / 4 of f_a lie in shared memory, rows
+        64 bytes apart modulo 128; bias, rate: dt_bias of the two channels, A_log.
         """
-        matrix = base + self.f_b_at + (warp * 16 + lane % 16) * F_B_ROW + lane // 16 * 16
-        rows = base + self.f_a_at + cutlass.min(lane % 8, last) * F_A_ROW + lane // 8 * 16
-        chains = [[Float32(0.0)] * 4 for _ in range(2)]
+        sums = []
         for block in range(RANK // 32):
-            b = ldmatrix_x4(rows + block * 64)  # two steps of 16 columns
+            b = ld_shared_u32x4(f_a + block * 64)
+            low, high = f_b[8 * block : 8 * block + 4], f_b[8 * block + 4 : 8 * block + 8]
             for half in range(2):
-                a = ldmatrix_x4(matrix + block * 64 + half * 32)
-                chains[half] = mma_bf16(a, b[2 * half : 2 * half + 2], chains[half])
+                a = [w for i in (2 * half, 2 * half + 1) for w in (low[i], high[i])]
+                chain = [Float32(0.0)] * 4 if block < 2 else sums[2 * (block - 2) + half]
+                sums.append(mma_bf16(a, b[2 * half : 2 * half + 2], chain))
         rate = ex2_approx(rate * Float32(LOG2_E))
-        f = [rounded(chains[0][i] + chains[1][i]) + bias[i // 2] for i in range(4)]
-        return [expm1(Float32(self.lower_bound) * sigmoid(rate * v)) for v in f]
+        f = [rounded(tree([chain[i] for chain in sums[-4:]])) + bias[i // 2] for i in range(4)]
+        return [Float32(self.lower_bound) * sigmoid(rate * v) for v in f]
 
     @cute.jit
     def store_decays(self, base: Int32, decays, warp: Int32, lane: Int32):
-        at = base + self.decay_at + (warp * 16 + lane // 4) * 4
+        at = base + self.decay_at + (warp * 16 + (lane >> 2)) * 4
         if const_expr(self.rows == 1):
-            if lane % 4 == 0:
+            if (lane & 3) == 0:
                 st_shared_f32(at, decays[0])
                 st_shared_f32(at + 32, decays[2])
         else:
             for i in cutlass.range_constexpr(4):
-                row = lane % 4 * 2 + i % 2
+                row = (lane & 3) * 2 + i % 2
                 st_shared_f32(at + row * DECAY_ROW + i // 2 * 32, decays[i])
 
-    def scales(self, base, b, last, warp, lane):
-        """Row `warp`: 1 / |k|, beta / |k|, D^-0.5 / |q|, beta D^-0.5 (q . k) / (|q| |k|).
+    def products_of(self, q, k):
+        """q . q, k . k, q . k of this lane's channels, not yet summed over lanes."""
+        return [dot(q, q), dot(k, k), dot(q, k)]
 
-        b: the row's word. q and k are there up to row `last`.
-        """
-        at = base + self.qk_at + cutlass.min(warp, last) * QK_ROW + lane * 16
-        q, k = ld_shared_f32x4(at), ld_shared_f32x4(at + 4 * DIM)
-        q_q, k_k, q_k = warp_sum([dot(q, q), dot(k, k), dot(q, k)])
+    def scales(self, products, b):
+        """1 / |k|, beta / |k|, D^-0.5 / |q|, beta D^-0.5 (q . k) / (|q| |k|); b: beta before the
+        sigmoid."""
+        q_q, k_k, q_k = products
         q_scale = rsqrt_approx(q_q + Float32(L2_EPS)) * Float32(DIM**-0.5)
         k_scale = rsqrt_approx(k_k + Float32(L2_EPS))
-        beta = sigmoid(bf16_low(b))
+        beta = sigmoid(b)
         return k_scale, k_scale * beta, q_scale, q_scale * k_scale * beta * q_k
 
     @cute.jit
@@ -186,39 +191,53 @@ class KDATile:
         if lane == 0:
             st_shared_f32x4(base + self.scales_at + warp * 16, scales)
 
+    def held(self, base, warp, lane):
+        """This lane's part of the state: [4 keys, 4 columns], keys 4 l .. 4 l + 3."""
+        at = self.piece_at(base, 4 * lane, warp)
+        pieces = [ld_shared_f32x4(at + i * STATE_ROW) for i in range(4)]
+        return [value for piece in pieces for value in piece]
+
     @cute.jit
     def walk(self, base: Int32, count: Int32, warp: Int32, lane: Int32):
         """`count` rows of the recurrence on this warp's 4 columns; the state is read from shared
         memory and left there, where only this warp has it until the next barrier."""
-        s = cute.make_rmem_tensor((16,), Float32)  # [4 keys, 4 columns]
-        for i in cutlass.range_constexpr(4):
-            values = ld_shared_f32x4(self.piece_at(base, 4 * lane + i, warp))
-            for j in cutlass.range_constexpr(4):
-                s[4 * i + j] = values[j]
+        s = cute.make_rmem_tensor((16,), Float32)
+        held = self.held(base, warp, lane)
+        for i in cutlass.range_constexpr(16):
+            s[i] = held[i]
         for row in cutlass.range(count, unroll=1):
-            q = ld_shared_f32x4(base + self.qk_at + row * QK_ROW + lane * 16)
-            k = ld_shared_f32x4(base + self.qk_at + row * QK_ROW + 4 * DIM + lane * 16)
-            decay = ld_shared_f32x4(base + self.decay_at + row * DECAY_ROW + lane * 16)
-            v = ld_shared_f32x4(base + self.value_at + row * VALUE_ROW + warp * 16)
-            k_scale, k_beta, q_scale, q_k_beta = ld_shared_f32x4(base + self.scales_at + row * 16)
-            for i in cutlass.range_constexpr(16):
-                s[i] = s[i] + decay[i // 4] * s[i]
-            # lane l: column l % 4 of S' k (bit 2 of l clear) or of S' q (set)
-            total = warp_sums(self.products(k, s) + self.products(q, s), lane)
-            error = self.errors(v, k_scale, total)
-            for i in cutlass.range_constexpr(16):
-                s[i] = s[i] + k[i // 4] * (k_beta * error[i % 4])
-            if lane // 4 == 1:
-                own = select_f32(
-                    lane & 2,
-                    select_f32(lane & 1, error[3], error[2]),
-                    select_f32(lane & 1, error[1], error[0]),
-                )
-                at = base + self.out_at + row * VALUE_ROW + (4 * warp + lane % 4) * 4
-                st_shared_f32(at, rounded(q_scale * total + q_k_beta * own))
-        for i in cutlass.range_constexpr(4):
-            values = [s[4 * i + j] for j in range(4)]
-            st_shared_f32x4(self.piece_at(base, 4 * lane + i, warp), values)
+            scales = ld_shared_f32x4(base + self.scales_at + row * 16)
+            self.step(base, row, scales, s, warp, lane)
+        self.leave(base, s, warp, lane)
+
+    @cute.jit
+    def step(self, base: Int32, row: Int32, scales, s, warp: Int32, lane: Int32):
+        """A row, on the part of the state that the lane holds."""
+        q = ld_shared_f32x4(base + self.qk_at + row * QK_ROW + lane * 16)
+        k = ld_shared_f32x4(base + self.qk_at + row * QK_ROW + 4 * DIM + lane * 16)
+        decay = ld_shared_f32x4(base + self.decay_at + row * DECAY_ROW + lane * 16)
+        v = ld_shared_f32x4(base + self.value_at + row * VALUE_ROW + warp * 16)
+        k_scale, k_beta, q_scale, q_k_beta = scales
+        for i in cutlass.range_constexpr(16):
+            s[i] = s[i] + decay[i // 4] * s[i]
+        # lane l: column l % 4 of S' k (bit 2 of l clear) or of S' q (set)
+        total = warp_sums(self.products(k, s) + self.products(q, s), lane)
+        error = self.errors(v, k_scale, total)
+        if (lane >> 2) == 1:
+            own = select_f32(
+                lane & 2,
+                select_f32(lane & 1, error[3], error[2]),
+                select_f32(lane & 1, error[1], error[0]),
+            )
+            at = base + self.out_at + row * VALUE_ROW + (4 * warp + (lane & 3)) * 4
+            st_shared_f32(at, rounded(q_scale * total + q_k_beta * own))
+        for i in cutlass.range_constexpr(16):
+            s[i] = s[i] + k[i // 4] * (k_beta * error[i % 4])
+
+    def leave(self, base, s, warp, lane):
+        at = self.piece_at(base, 4 * lane, warp)
+        for i in range(4):
+            st_shared_f32x4(at + i * STATE_ROW, [s[4 * i + j] for j in range(4)])
 
     def products(self, weights, s):
         """This lane's share of weights @ S: 4 columns over its 4 keys."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from cutlass import Uint32
 
-from nanok3.dsl import ld_shared_u16, ld_shared_u32x2, mma_bf16, mul_bf16x2
+from nanok3.dsl import ld_shared_u16, ld_shared_u32x2, mma_bf16, mul_bf16x2, mul_wide_u32
 from nanok3.kernels.mxfp4_layout import VALUE_BYTES
 
 
 def unpack(word):
     """A word -> four bf16x2: columns 2i and 2i + 1 of its eight, times 2^-126."""
     mask = Uint32(0x81C081C0)
-    last = (word << 1) & Uint32(0x80008000)
-    last = last | ((word >> 5) & Uint32(0x01000100)) | ((word >> 4) & Uint32(0x00C000C0))
-    return word & mask, (word << 3) & mask, (word << 6) & mask, last
+    low, high = mul_wide_u32(word & Uint32(0x6C006C00), Uint32(1 << 2 | 1 << 24 | 1 << 29))
+    return word & mask, (word << 3) & mask, (word << 6) & mask, (low | high) & mask
 
 
 def load_block(at, lane):

@@ -13,7 +13,10 @@ sign (bit 15), low exponent (8, 7) and top mantissa bit (6) of a bf16:
     0       15     8 7 6        nothing
     1       12     5 4 3        << 3
     2       9      2 1 0        << 6
-    3       14     13, 11 10    << 1 (sign), >> 5 (bit 13), >> 4 (bits 11, 10)
+    3       13     11 10, 14    << 2 (sign), >> 3 (bits 11, 10), >> 8 (bit 14)
+
+The three shifts of pair 3 are one product of these bits alone with 2^2 + 2^29 + 2^24, low and high
+word or-ed: in no place that counts do two of its terms or a carry meet.
 
 Such a bf16 is the value times 2^-126 (0.5 as a subnormal number), and a product with
 2^(scale - 1), a bf16 with the exponent field scale + 126, makes it exactly value * 2^(scale - 127).
@@ -53,7 +56,7 @@ def half_word(pair: int, code: int) -> int:
     sign, value = code >> 3, code & 7
     if pair < 3:
         return (sign << 15 | value << 6) >> (3 * pair)
-    return sign << 14 | (value >> 2) << 13 | (value & 3) << 10
+    return sign << 13 | (value >> 1) << 10 | (value & 1) << 14
 
 
 @functools.cache

@@ -168,7 +168,7 @@ def test_faults_of_gemv_are_noticed(
 @pytest.mark.parametrize(
     "edit, sentence",
     [
-        (replaced(r"cp\.async\.wait_group", "// ", 1), "before a copy to it is waited for"),
+        (replaced(r"cp\.async\.wait_group", "// ", 0), "before a copy to it is waited for"),
         (replaced(r"barrier\.cluster\.wait", "// ", 0), "without a wait"),
     ],
 )

@@ -15,7 +15,7 @@ from nanok3.kernels.mxfp4_layout import BLOCK_BYTES, PackedExperts, byte_table
 from nanok3.reference import mxfp4
 
 SHIFTS = {0: ((0, 0x81C0),), 1: ((-3, 0x81C0),), 2: ((-6, 0x81C0),)} | {
-    3: ((-1, 0x8000), (5, 0x0100), (4, 0x00C0))
+    3: ((-2, 0x8000), (3, 0x0180), (8, 0x0040))
 }  # of a pair of columns: shift right (negative: left) and mask
 
 

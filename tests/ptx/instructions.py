@@ -27,7 +27,13 @@ COMPARE = {"eq": "==", "ne": "!=", "neu": "!=", "lt": "<", "le": "<=", "gt": ">"
 BITWISE = {"and": "&", "or": "|", "xor": "^"}
 # these need all 32 lanes at once
 COLLECTIVE = ("shfl", "vote", "redux", "mma", "ldmatrix", "bar", "barrier")
-WAITS = ("bar.sync", "barrier.cluster.wait", "mbarrier.try_wait", "ld.acquire")
+WAITS = (
+    "bar.sync",
+    "barrier.cluster.wait",
+    "mbarrier.try_wait",
+    "ld.acquire",
+    "ld.relaxed.gpu.global",
+)
 
 Lanes = np.ndarray[Any, np.dtype[Any]]
 
@@ -253,7 +259,8 @@ def effects(program: Program, s: Statement, mask: str) -> list[str]:
         names, size = registers(o[0]), int(kind[1:]) // 8
         space = "global" if "global" in parts else "shared"
         call = f"t = w.load_{space}({program.address(o[1])}, {len(names)}, {size}, {mask})"
-        return [call, *(put(n, f"t[{i}]") for i, n in enumerate(names))]
+        wide = ".astype('uint32')" if size == 1 else ""  # a byte is extended
+        return [call, *(put(n, f"t[{i}]{wide}") for i, n in enumerate(names))]
     if s.name.startswith(("st.global", "st.shared", "st.relaxed.gpu.global")):
         space = "global" if "global" in parts else "shared"
         space = "cluster" if "cluster" in s.name else space

@@ -183,6 +183,9 @@ class Warp:
         if s.name.startswith("ld.acquire"):
             self.look(s, taken)
             return False
+        if s.name.startswith("ld.relaxed"):
+            self.look_at_words(s, taken)
+            return False
         if s.name == "bar.sync":
             self.wait_at_barrier(s)
         else:
@@ -293,6 +296,19 @@ class Warp:
                 self.follow(self.cluster.released[address])
         register = self.cluster.program.names[s.operands[0]]
         self.registers[register] = np.where(active, words, self.registers[register])
+        self.state = "look"
+
+    def look_at_words(self, s: Statement, active: Lanes) -> None:
+        """ld.relaxed of words that say themselves whether they are there."""
+        name, _, offset = s.operands[1].strip("[]").partition("+")
+        at = self.value(name).astype(np.int64) + int(offset or 0)
+        registers = s.operands[0].strip("{}").split(",")
+        loaded = self.load_global(at, len(registers), 4, None if active.all() else active)
+        for register, words in zip(registers, loaded, strict=True):
+            index = self.cluster.program.names[register.strip()]
+            self.registers[index] = np.where(active, words, self.registers[index])
+        for i in lanes_of(active):
+            self.seen += [(int(at[i]) + 4 * k, int(words[i])) for k, words in enumerate(loaded)]
         self.state = "look"
 
     def seen_changes(self) -> bool:

@@ -2,8 +2,8 @@
 
     routed[t] = sum_a weight[t, a] * w2[e] @ act[t, a],  e = the row's expert a, e ascending
 
-Shapes   act [T, A, F] bf16 in buffer "expert_act", w2 packed by `pack_expert_down` -> routed [T, Z]
-         bf16 in buffer "routed". Z and F are multiples of 32.
+Shapes   act [T, A, F] bf16, times X_FACTOR, in buffer "expert_act", w2 packed by
+         `pack_expert_down` -> routed [T, Z] bf16 in buffer "routed". Z and F are multiples of 32.
 Bytes    0.53 F Z for every expert of the step. TP16: 5.8 MB at T = 1, 40 MB with 110 experts.
 Cut      tiles of 16 rows of Z; the last CTAs have one more. K = all experts end to end, so that the
          sum over experts stays in the CTA: a warp takes every eighth expert, and two tiles at once,
@@ -28,13 +28,12 @@ from nanok3.dsl import (
     st_global_u16,
     st_shared_u32,
 )
-from nanok3.kernels.mega.expert_parts import Parts, multiply_pair
+from nanok3.kernels.mega.expert_parts import SUMS, Parts, multiply_block, sums_of, unscaled
 from nanok3.kernels.mega.linear import THREADS, partial_bytes
 from nanok3.kernels.mega.role import Frozen
 from nanok3.kernels.mega.route import Tables
 from nanok3.kernels.mega.sizes import BLOCK, PASS, SLOT_BYTES, TILE, WARPS, Sizes
 from nanok3.kernels.mega.sizes import EXPERT_BLOCK_BYTES as BLOCK_BYTES
-from nanok3.kernels.mxfp4 import VALUE_BYTES
 
 PIECE = 8  # bf16 of 16 bytes
 SIDE = 2  # tiles at once
@@ -60,17 +59,6 @@ class Down(Frozen):
     def act_bytes(self, blocks: int) -> int:
         """Of staged columns of act, and a row of zeros."""
         return (self.sizes.act_rows + 1) * (blocks * 2 * BLOCK + 16)
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Blocks of a part of F, two by two; 4 apart no banks clash. The last may be one twice."""
-        left, made = list(range(self.part_blocks)), []
-        while left:
-            first = left.pop(0)
-            second = first + 4 if first + 4 in left else (left[0] if left else first)
-            if second != first:
-                left.remove(second)
-            made.append((first, second))
-        return made
 
     def place(self, r):
         """-> this CTA's first tile, the one behind its last."""
@@ -118,8 +106,9 @@ class Down(Frozen):
             self.stage_act(r, act, Int32(0))
             r.bar()
         total = cute.make_rmem_tensor((4 * SIDE,), Float32)
-        x = cute.make_rmem_tensor((8 * len(self.pairs()),), Uint32)
+        x = cute.make_rmem_tensor((4 * self.part_blocks,), Uint32)
         weights = cute.make_rmem_tensor((2,), Float32)
+        half = Int32(0)
         for tile in cutlass.range(first, end, SIDE, unroll=1):
             for j in cutlass.range_constexpr(4 * SIDE):
                 total[j] = Float32(0.0)
@@ -136,13 +125,13 @@ class Down(Frozen):
                     if mine < count:
                         self.expert(r, x, weights, at, total)
                     r.release()
-            partial = r.shared("partial")
+            partial = r.shared("partial") + half * partial_bytes(self.rows)
             for side in cutlass.range_constexpr(SIDE):
                 sums = [total[4 * side + j] for j in range(4)]
                 self.parts.put(r, partial + side * self.parts.tile_bytes, sums)
             r.bar()
             self.finish(r, tile, cutlass.min(end - tile, SIDE), partial)
-            r.bar()
+            half = half ^ 1
 
     @cute.jit
     def stage_act(self, r, act: Int32, part: Int32):
@@ -157,10 +146,6 @@ class Down(Frozen):
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
-    def block_of(self, r, first, second):
-        """The lane's block of a pair: half of a quad has the first, half the second."""
-        return first + r.lane % 4 // 2 * (second - first)
-
     @cute.jit
     def inputs(self, r, act: Int32, index: Int32, x, weights):
         """The lane's part of its row's act for an expert, zeros if the row does not have it; the
@@ -172,14 +157,10 @@ class Down(Frozen):
         x_row = zeros
         if place >= 0:
             x_row = act + (row * self.sizes.top_k + place) * self.act_stride
-        for i, (first, second) in enumerate(self.pairs()):
-            at = x_row + self.block_of(r, first, second) * (2 * BLOCK) + quad % 2 * 32
-            if const_expr(first == second):  # one block: the other half of the quad adds zeros
-                at = at + Int32(quad >= 2) * (zeros - at)
-            low, high = ld_shared_u32x4(at), ld_shared_u32x4(at + 16)
+        for i in cutlass.range_constexpr(self.part_blocks):
+            four = ld_shared_u32x4(x_row + quad * 16 + i * (2 * BLOCK))
             for j in cutlass.range_constexpr(4):
-                x[8 * i + j] = low[j]
-                x[8 * i + 4 + j] = high[j]
+                x[4 * i + j] = four[j]
         for j in cutlass.range_constexpr(2):
             weights[j] = float_of(words[j])
 
@@ -187,19 +168,16 @@ class Down(Frozen):
     def expert(self, r, x, weights, at: Int32, total):
         """Adds weight times product of an expert, of SIDE tiles (what a tile that is not there
         gives is not read)."""
-        row, odd = r.lane // 4, r.lane % 2
-        c = [(Float32(0.0),) * 8 for _ in range(SIDE)]
-        for i, (first, second) in enumerate(self.pairs()):
-            block_at = at + self.block_of(r, first, second) * BLOCK_BYTES
-            words = tuple(x[8 * i + j] for j in range(8))
+        c = [(Float32(0.0),) * SUMS for _ in range(SIDE)]
+        for i in cutlass.range_constexpr(self.part_blocks):
+            words = tuple(x[4 * i + j] for j in range(4))
             for side in cutlass.range_constexpr(SIDE):
-                lane_at = block_at + row * 32 + odd * 16
-                c[side] = multiply_pair(lane_at, block_at + VALUE_BYTES + row * 2, words, c[side])
-                block_at = block_at + self.part_bytes
+                block_at = at + side * self.part_bytes + i * BLOCK_BYTES
+                c[side] = multiply_block(block_at, r.lane, words, c[side])
         for side in cutlass.range_constexpr(SIDE):
+            sums = sums_of(c[side])
             for j in cutlass.range_constexpr(4):
-                product = c[side][j] + c[side][4 + j]
-                total[4 * side + j] = total[4 * side + j] + weights[j % 2] * product
+                total[4 * side + j] = total[4 * side + j] + weights[j % 2] * sums[j]
 
     @cute.jit
     def finish(self, r, tile: Int32, tiles: Int32, partial: Int32):
@@ -208,6 +186,7 @@ class Down(Frozen):
             side, token, row = i // (self.rows * TILE), i // TILE % self.rows, i % TILE
             if token < r.num_tokens:
                 value = self.parts.total(partial + side * self.parts.tile_bytes, token, row)
+                value = unscaled(value)
                 index = token * self.sizes.latent + (tile + side) * TILE + row
                 to = r.buffer("routed") + Int64(index) * 2
                 st_global_u16(to, pack_bf16(value, Float32(0.0)))

@@ -1,8 +1,10 @@
-"""What the routed experts' two products have in common: blocks two by two, and sums over warps.
+"""What the routed experts' two products have in common: a block times x, and sums over warps.
 
-A lane reads 16 bytes of weights at once: half of a quad's lanes work on one block of 32 columns,
-half on another one, best 4 blocks on, where no banks clash. The order of K within an mma is free,
-if weights and inputs agree on it.
+Inputs x carry a factor X_FACTOR, a power of two, and so do all sums; whoever rounds a sum takes it
+out. Weights are multiplied as they are unpacked, 2^-126 times their values: subnormal numbers,
+which the mma takes (`SCALE_SUMS`), and the factor keeps the products normal ones. A block is one
+scale group, so its sums are multiplied by the scales, not its weights: 4 multiplications instead
+of 8. Right for x and sums from 2^-60 to 2^60.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from nanok3.dsl import (
+    float_of,
     ld_shared_f32,
-    ld_shared_u16,
-    ld_shared_u32x4,
+    ld_shared_u8,
+    ld_shared_u32x2,
     mma_bf16,
     mul_bf16x2,
     st_shared_f32,
@@ -21,26 +24,47 @@ from nanok3.dsl import (
 )
 from nanok3.kernels.mega.role import Frozen
 from nanok3.kernels.mega.sizes import TILE, WARPS
-from nanok3.kernels.mxfp4 import unpack
+from nanok3.kernels.mxfp4 import VALUE_BYTES, load_block, unpack
+
+SCALE_SUMS = True  # False: weights are multiplied by their scales (for an mma without subnormals)
+SUMS = 4 if SCALE_SUMS else 8  # a lane's accumulators of a tile
+FACTOR_BITS = 64 if SCALE_SUMS else 0
+X_FACTOR = 2.0**FACTOR_BITS
 
 
-def multiply_pair(at, scales_at, x, c):
-    """c, two chains of [16, 8], plus a quad's two blocks times x; returns the new chains.
+def scaled(word):
+    """A pair of x with its factor. Exact."""
+    if not FACTOR_BITS:
+        return word
+    return mul_bf16x2(word, Uint32((127 + FACTOR_BITS << 7) * 0x10001))
 
-    at: of the lane's 16 bytes, 16 columns of rows g and g + 8 of its own block; scales_at: of the
-    scales of these rows. x: eight words, the same columns of the lane's row g of x.
+
+def unscaled(value):
+    """A sum without the factor. Exact."""
+    return value * Float32(1 / X_FACTOR) if FACTOR_BITS else value
+
+
+def multiply_block(at, lane, x, c):
+    """c, SUMS accumulators, plus the block at shared address `at` times x; returns the new ones.
+
+    x: four words, columns 8q .. 8q + 7 of the lane's row g of x, `scaled`.
     """
-    w = ld_shared_u32x4(at)  # columns 0 .. 7 of row g, of row g + 8, columns 8 .. 15 of these
-    scales = ld_shared_u16(scales_at)
-    upper, lower = (scales & Uint32(0xFF)) * Uint32(0x00800080), (scales >> 8) * Uint32(0x00800080)
-    for half in range(2):
-        a = [mul_bf16x2(pair, upper) for pair in unpack(w[2 * half])]
-        b = [mul_bf16x2(pair, lower) for pair in unpack(w[2 * half + 1])]
-        v = x[4 * half : 4 * half + 4]
-        first = mma_bf16((a[0], b[0], a[1], b[1]), v[:2], c[:4])
-        second = mma_bf16((a[2], b[2], a[3], b[3]), v[2:], c[4:])
-        c = (*first, *second)
-    return c
+    if not SCALE_SUMS:
+        first, second = load_block(at, lane)
+        return (*mma_bf16(first, x[:2], c[:4]), *mma_bf16(second, x[2:], c[4:]))
+    top, bottom = ld_shared_u32x2(at + lane * 8)
+    scales_at = at + VALUE_BYTES + lane // 4 * 2
+    upper = float_of(ld_shared_u8(scales_at) << 23)  # 2^(scale - 1), of row g
+    lower = float_of(ld_shared_u8(scales_at + 1) << 23)  # of row g + 8
+    a, b = unpack(top), unpack(bottom)
+    sums = mma_bf16((a[0], b[0], a[1], b[1]), x[:2], (Float32(0.0),) * 4)
+    sums = mma_bf16((a[2], b[2], a[3], b[3]), x[2:], sums)
+    return tuple(c[j] + (upper, lower)[j // 2] * sums[j] for j in range(4))
+
+
+def sums_of(c):
+    """The four sums that SUMS accumulators stand for."""
+    return [c[j] + c[4 + j] if SUMS == 8 else c[j] for j in range(4)]
 
 
 class Parts(Frozen):

@@ -3,8 +3,8 @@
     act[t, a] = situ(w1[e] @ z[t], w3[e] @ z[t]),  e = the row's expert a
 
 Shapes   z [T, Z] bf16: this rank's columns are sums of K slices of buffer "moe_in", the others lie
-         in `latent`. w1 | w3 packed by `pack_expert_up` -> act [T, A, F] bf16 in buffer
-         "expert_act". Z and F are multiples of 32.
+         in `latent`. w1 | w3 packed by `pack_expert_up` -> act [T, A, F] bf16, times X_FACTOR, in
+         buffer "expert_act". Z and F are multiples of 32.
 Bytes    1.0625 F Z for every expert of the step. TP16: 11.7 MB at T = 1, 80 MB with 110 experts.
 Cut      items (expert, tile of 8 gate and 8 up rows), an equal share of consecutive ones a CTA. The
          warps share an item's Z; their parts of z stay in registers over all items. An item is one
@@ -31,17 +31,23 @@ from nanok3.dsl import (
     st_shared_u32,
     tree,
 )
-from nanok3.kernels.mega.expert_parts import Parts, multiply_pair
+from nanok3.kernels.mega.expert_parts import (
+    SUMS,
+    X_FACTOR,
+    Parts,
+    multiply_block,
+    scaled,
+    sums_of,
+    unscaled,
+)
 from nanok3.kernels.mega.linear import THREADS, batch_tiles, partial_bytes, x_stride
 from nanok3.kernels.mega.role import Frozen
 from nanok3.kernels.mega.route import Tables
 from nanok3.kernels.mega.sizes import BLOCK, SLOT_BYTES, TILE, WARPS, Sizes
 from nanok3.kernels.mega.sizes import EXPERT_BLOCK_BYTES as BLOCK_BYTES
-from nanok3.kernels.mxfp4 import VALUE_BYTES
 
 PIECE = 8  # bf16 of 16 bytes
-SPAN = 2 * WARPS  # blocks that all warps take in one step: two each
-MOST_BLOCKS = SLOT_BYTES // BLOCK_BYTES // SPAN * SPAN  # of a chunk
+MOST_BLOCKS = SLOT_BYTES // BLOCK_BYTES // WARPS * WARPS  # of a chunk
 STAGE_PAIRS = 4  # of columns of our own that a thread sums at once, from all K slices
 
 
@@ -53,7 +59,7 @@ class Up(Frozen):
         self.chunks = [
             min(MOST_BLOCKS, self.blocks - first) for first in range(0, self.blocks, MOST_BLOCKS)
         ]  # blocks of each, a ring slot
-        self.steps = -(-self.chunks[0] // SPAN)  # pairs of blocks of a warp, of a chunk
+        self.steps = -(-self.chunks[0] // WARPS)  # blocks of a warp, of a chunk
         self.z_stride = x_stride(sizes.latent)
         self.parts = Parts(self.rows)
         self.batch = batch_tiles(self.rows)  # items between two meetings of the warps
@@ -86,7 +92,7 @@ class Up(Frozen):
     @cute.jit
     def stage(self, r, z: Int32):
         """z [T, Z] to shared memory: 16 bytes at a time what others have made, values of our own
-        (and of the pieces that these share)."""
+        (and of the pieces that these share). The caller waits for the cp.async."""
         sizes, width = self.sizes, self.sizes.latent
         low = sizes.latent_first // PIECE * PIECE
         high = -(-(sizes.latent_first + sizes.latent_rows) // PIECE) * PIECE
@@ -112,7 +118,6 @@ class Up(Frozen):
                 if i < count:
                     at = z + i // pairs * self.z_stride + (low + i % pairs * 2) * 2
                     st_shared_u32(at, words[j])
-        cute.arch.cp_async_wait_group(0)
 
     @cute.jit
     def own_z(self, r, row: Int32, column: Int32):
@@ -131,31 +136,26 @@ class Up(Frozen):
 
     # ---- items ----
 
-    def first_block(self, r):
-        """Of a warp's first pair, of the lane's half of the quad; further pairs lie SPAN on."""
-        return r.warp // 4 * 8 + r.warp % 4 + r.lane % 4 // 2 * 4
-
     @cute.jit
     def fragments(self, r, z: Int32, chunk: Constexpr[int], x):
-        """The lane's part of z for its blocks of a chunk: eight words each, zeros past the end."""
+        """The lane's part of z for its blocks of a chunk: four words each, zeros past the end."""
         row = cutlass.min(r.lane // 4, r.num_tokens - 1)
-        base = z + row * self.z_stride + r.lane % 2 * 32
+        base = z + row * self.z_stride + r.lane % 4 * 16
         for i in cutlass.range_constexpr(self.steps):
-            block = chunk * MOST_BLOCKS + i * SPAN + self.first_block(r)
-            at = base + cutlass.min(block, self.blocks - 1) * (2 * BLOCK)
-            words = (*ld_shared_u32x4(at), *ld_shared_u32x4(at + 16))
-            for j in cutlass.range_constexpr(8):
-                if const_expr(chunk * MOST_BLOCKS + (i + 1) * SPAN > self.blocks):
-                    x[8 * i + j] = words[j] * Uint32(block < self.blocks)
-                else:
-                    x[8 * i + j] = words[j]
+            block = chunk * MOST_BLOCKS + i * WARPS + r.warp
+            words = ld_shared_u32x4(base + cutlass.min(block, self.blocks - 1) * (2 * BLOCK))
+            for j in cutlass.range_constexpr(4):
+                x[4 * i + j] = scaled(words[j])
+                if const_expr(chunk * MOST_BLOCKS + (i + 1) * WARPS > self.blocks):
+                    x[4 * i + j] = x[4 * i + j] * Uint32(block < self.blocks)
 
     @cute.jit
     def compute(self, r, z: Int32):
         """By the compute warps; z is staged, and a barrier has followed."""
-        begin, end = self.items(r)
-        x = cute.make_rmem_tensor((8 * self.steps,), Uint32)
+        x = cute.make_rmem_tensor((4 * self.steps,), Uint32)
         self.fragments(r, z, 0, x)
+        r.bar()  # the list of experts is there
+        begin, end = self.items(r)
         half = Int32(0)
         for first in cutlass.range(begin, end, self.batch, unroll=1):
             here = cutlass.min(end - first, self.batch)
@@ -169,28 +169,25 @@ class Up(Frozen):
     @cute.jit
     def item(self, r, z: Int32, x, partial: Int32):
         """16 weight rows times the rows of the pass, this warp's share of Z."""
-        c = cute.make_rmem_tensor((8,), Float32)  # two chains of accumulators
-        for j in cutlass.range_constexpr(8):
+        c = cute.make_rmem_tensor((SUMS,), Float32)
+        for j in cutlass.range_constexpr(SUMS):
             c[j] = Float32(0.0)
-        lane_at = r.lane // 4 * 32 + r.lane % 2 * 16
-        scales_at = VALUE_BYTES + r.lane // 4 * 2
         for chunk in cutlass.range_constexpr(len(self.chunks)):
             blocks = self.chunks[chunk]
             if const_expr(len(self.chunks) > 1):
                 self.fragments(r, z, chunk, x)
             slot = r.take()
-            for i in cutlass.range_constexpr(-(-blocks // SPAN)):
-                block = i * SPAN + self.first_block(r)
-                if const_expr((i + 1) * SPAN > blocks):  # past the end x is 0
+            for i in cutlass.range_constexpr(-(-blocks // WARPS)):
+                block = i * WARPS + r.warp
+                if const_expr((i + 1) * WARPS > blocks):  # past the end x is 0
                     block = cutlass.min(block, blocks - 1)
-                at = slot + block * BLOCK_BYTES
-                words = tuple(x[8 * i + j] for j in range(8))
-                old = tuple(c[j] for j in range(8))
-                sums = multiply_pair(at + lane_at, at + scales_at, words, old)
-                for j in cutlass.range_constexpr(8):
+                words = tuple(x[4 * i + j] for j in range(4))
+                old = tuple(c[j] for j in range(SUMS))
+                sums = multiply_block(slot + block * BLOCK_BYTES, r.lane, words, old)
+                for j in cutlass.range_constexpr(SUMS):
                     c[j] = sums[j]
             r.release()
-        self.parts.put(r, partial, [c[j] + c[4 + j] for j in range(4)])
+        self.parts.put(r, partial, sums_of(c))
 
     @cute.jit
     def finish(self, r, first: Int32, here: Int32, partial: Int32):
@@ -202,8 +199,10 @@ class Up(Frozen):
             place = self.tables.place(table, item // self.tiles, token)
             if place >= 0:
                 at = partial + local * self.parts.tile_bytes
-                gate, up = self.parts.total(at, token, row), self.parts.total(at, token, row + 8)
+                gate = unscaled(self.parts.total(at, token, row))
+                up = unscaled(self.parts.total(at, token, row + 8))
                 value = situ(gate, up, self.sizes.beta, self.sizes.linear_beta)
+                value = value * Float32(X_FACTOR)  # as down wants it; rounds to the same bits
                 to = (token * self.sizes.top_k + place) * width + item % self.tiles * 8 + row
                 to_act = r.buffer("expert_act") + Int64(to) * 2
                 st_global_u16(to_act, pack_bf16(value, Float32(0.0)))

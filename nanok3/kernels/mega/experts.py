@@ -10,16 +10,22 @@ Signals  "expert_act" [T, A, F] bf16, "routed" [T, Z] bf16.
 
 from __future__ import annotations
 
+import cutlass.cute as cute
+
 from nanok3.kernels.mega.expert_down import Down
 from nanok3.kernels.mega.expert_up import Up
 from nanok3.kernels.mega.role import Frozen
+from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import Sizes
 
 
 class Experts(Frozen):
     def __init__(self, sizes: Sizes) -> None:
         self.up, self.down = Up(sizes), Down(sizes)
-        self.scratch_bytes = max(self.up.scratch_bytes, self.down.scratch_bytes)
+        self.rows = sizes.pass_rows
+        # one row: z lies behind what `route` uses, and is staged while that waits for logits
+        self.z = -(-Route(sizes).scratch_bytes // 128) * 128 if self.rows == 1 else 0
+        self.scratch_bytes = max(self.z + self.up.scratch_bytes, self.down.scratch_bytes)
 
     def load(self, r):
         """The loader warp."""
@@ -28,12 +34,20 @@ class Experts(Frozen):
         self.down.load(r)
         r.signal("routed")
 
-    def compute(self, r):
-        """The compute warps."""
-        z = r.shared("scratch")
+    def ahead(self, r):
+        """One row: stages z. After "moe_in" was waited for, before a wait for all cp.async and a
+        barrier of `route`."""
+        if self.rows == 1:
+            self.up.stage(r, r.shared("scratch") + self.z)
+
+    def compute(self, r, ahead: bool = False):
+        """The compute warps. `ahead`: that method was called."""
+        z = r.shared("scratch") + self.z
         r.begin("expert_up")
-        self.up.stage(r, z)
-        r.bar()
+        if not ahead or self.rows > 1:
+            self.up.stage(r, z)
+            cute.arch.cp_async_wait_group(0)
+            r.bar()
         self.up.compute(r, z)
         r.signal("expert_act")
         r.begin("expert_down")

@@ -1,4 +1,6 @@
-"""KDA in the persistent kernel: what `kda_decode` does, between two hand-offs (`kda_tile`).
+"""KDA in the persistent kernel: what `kda_decode` does, between two hand-offs.
+
+One row goes as in `kda_tile`, up to 8 rows of a request go at once (`kda_chunk`).
 
 A unit is a request, a head and a quarter of its 128 value columns. CTA c has the units c, c + SMs,
 ..; fewer units than SMs are spread over the chip.
@@ -10,7 +12,8 @@ step              what                                                   publish
 `stage`           x = kda_heads / sqrt(mean square + eps), of all heads,
                   to shared memory; the new windows
 
-What does not depend on this step's rows is asked for before they are waited for. kda_heads is o
+What does not depend on this step's rows is asked for before they are waited for: f_b lies in
+registers, as it goes into the mma, the rest in shared memory. kda_heads is o
 times o_norm and the gate: only the norm's factor is missing, as the four quarters of a head lie in
 different CTAs; kda_squares are their sums of o^2.
 
@@ -31,16 +34,19 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from nanok3.dsl import (
+    bf16_high,
     bf16_low,
+    cp_async_16,
     ld_global_f32,
     ld_global_f32x4,
     ld_global_i64,
-    ld_global_u16,
     ld_shared_f32,
-    ld_shared_u32,
+    ld_shared_f32x4,
+    ld_shared_u16,
+    ld_shared_u32x2,
     ld_shared_u32x4,
     pack_bf16,
     rsqrt_approx,
@@ -48,16 +54,15 @@ from nanok3.dsl import (
     st_global_f32,
     st_global_u32x4,
     st_shared_f32,
-    st_shared_u32,
     st_shared_u32x2,
+    st_shared_u32x4,
     tree,
     warp_sum,
 )
+from nanok3.kernels.kda_chunk import KDAChunk
 from nanok3.kernels.kda_tile import (
     COLUMNS,
     DIM,
-    F_A_ROW,
-    QK_ROW,
     QUARTERS,
     RANK,
     TAPS,
@@ -65,20 +70,26 @@ from nanok3.kernels.kda_tile import (
     VALUE_ROW,
     KDATile,
     convolved,
+    expm1,
 )
 from nanok3.kernels.mega.linear import partial_bytes, x_stride
 from nanok3.kernels.mega.sizes import Sizes
 
 HISTORY = TAPS - 1  # rows of a window
-WINDOW_ROW = 3 * COLUMNS * 2  # bytes of a row of a unit's window, q|k|v
-WINDOW_BYTES = HISTORY * WINDOW_ROW
-PIECES = WINDOW_ROW // 16  # 4 of q, 4 of k, 4 of v
-LOADS_IN_FLIGHT = 64  # of kda_in, that a thread asks for at once
+# A row of words in shared memory, bf16: q, k, f_a, then the unit's columns of v and of the gate,
+# and 4 heads' beta. Bytes; the stride keeps lanes in other banks.
+KINDS = 4
+KIND_BYTES = 2 * DIM
+VALUE_AT, GATE_AT, BETA_AT = 3 * KIND_BYTES, 3 * KIND_BYTES + 64, 3 * KIND_BYTES + 128
+OTHERS = 17  # groups of 4 columns from VALUE_AT on
+WORD_ROW = 960
+CHANNELS = 2 * DIM + COLUMNS  # of a unit: q, k, v
+PIECES = CHANNELS * 2 // 16  # of a row of a unit's window, 16 bytes each
+KEPT_ROW = 3 * COLUMNS * 2  # bytes of what a unit keeps of a row: its columns of q, k, v
+KEPT_BYTES = HISTORY * KEPT_ROW
+KEPT_PIECES = KEPT_ROW // 16  # 4 of q, 4 of k, 4 of v
 GROUPS_IN_FLIGHT = 4  # groups of 4 columns of x that a thread makes at once
-# Warps 0 to 3 read f_a, these the unit's columns of v, of the gate, and beta:
-VALUE_WARP, GATE_WARP, BETA_WARP = 4, 5, 6
-# of Asked.constants: taps of the thread's channel, of its value column, and so on
-VALUE_TAPS, NORM, RATE, BIAS, CONSTANTS = TAPS, 2 * TAPS, 2 * TAPS + 1, 2 * TAPS + 2, 2 * TAPS + 4
+NORM, RATE, BIAS, CONSTANTS = 0, 1, 2, 4  # of Asked.constants
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,18 @@ class Asked:
     """What a thread has in registers of a unit before its rows are there."""
 
     constants: Any  # [CONSTANTS] f32
-    words: Any  # windows of its channel of q or k, and of its value column, oldest word first
-    columns: Any  # of kda_in: that channel, and one of what else the unit needs
+    f_b: Any  # words of `KDATile.load_f_b`
+    column: Any  # of kda_in, the first of 4 that it reads
     states: Any  # addresses of the unit's state and of the next one's
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a thread has of its warp's row."""
+
+    qk: Any  # [8] f32: 4 channels of q, of k
+    held: Any  # part of the unit's old state
+    gate: Any  # of column l
 
 
 class KDA:
@@ -96,17 +116,17 @@ class KDA:
         self.sizes, self.product = sizes, sizes.products["kda.in_proj"]
         self.rows, self.heads, self.width = sizes.pass_rows, sizes.kda_heads, sizes.kda_width
         self.window_row = 2 * 3 * self.width  # bytes of a row of conv_state
-        self.rows_in_flight = max(1, LOADS_IN_FLIGHT // (2 * self.product.slices))
         self.most_units = -(-self.rows * self.heads * QUARTERS // sizes.sms)  # of a CTA
         self.tile = KDATile(self.rows, sizes.lower_bound)
-        self.gate_at = self.tile.num_bytes  # [T, COLUMNS] f32, after the sigmoid
-        self.beta_at = self.gate_at + self.rows * VALUE_ROW  # [T] words, before it
+        self.chunk = KDAChunk(self.tile, self.tile.num_bytes) if self.rows > 1 else None
+        # [HISTORY + T, WORD_ROW], the window's rows first
+        self.words_at = self.chunk.num_bytes if self.chunk else self.tile.num_bytes
+        self.taps_at = self.words_at + (HISTORY + self.rows) * WORD_ROW  # [CHANNELS, TAPS] f32
         # from "partial" on, which lies before "scratch" and is free while heads are made
         parts = 2 * partial_bytes(self.rows)
-        self.windows_at = max(
-            self.beta_at + self.rows * 16, parts + self.rows * x_stride(self.width)
-        )
-        self.scratch_bytes = self.windows_at + self.most_units * WINDOW_BYTES - parts
+        staged = parts + self.rows * x_stride(self.width)
+        self.kept_at = max(self.taps_at + CHANNELS * TAPS * 4, staged)
+        self.scratch_bytes = self.kept_at + self.most_units * KEPT_BYTES - parts
 
     def load(self, r):
         """The loader warp: nothing comes through the ring."""
@@ -146,33 +166,35 @@ class KDA:
         first, count = self.share(r)
         request, head, quarter = self.place(first)
         states = zeros(2, Int64)
-        asked = Asked(
-            zeros(CONSTANTS, Float32), zeros(2 * HISTORY, Uint32), zeros(2, Int32), states
-        )
+        asked = Asked(zeros(CONSTANTS, Float32), zeros(32, Uint32), zeros(1, Int32), states)
         if count > 0:
             self.ask(r, base, request, head, quarter, asked)
             self.tile.load_state(base, states[1], r.tid)
-        r.wait("kda_in")
+            cute.arch.cp_async_commit_group()
+        else:
+            r.wait("kda_in")  # for what else these CTAs read next
         for i in cutlass.range(count, unroll=1):
+            if i == 0:  # not before the loop: what the compiler takes out of it comes first
+                r.wait("kda_in")
             states[0] = states[1]
-            norm = asked.constants[NORM]
-            self.read(r, base, request, asked)
-            gate = self.weigh(r, base, asked.constants)
-            window = base + self.windows_at + i * WINDOW_BYTES
+            factor = asked.constants[NORM]
+            held = self.read(r, base, request, asked)
+            r.bar()  # the rows are there
+            row = self.weigh(r, base, head, held, asked)
+            self.keep(r, base, quarter, base + self.kept_at + i * KEPT_BYTES)
+            r.bar()  # decays, scales, ..; and after the next one words and taps have been read
             next_request, next_head, next_quarter = self.place(first + (i + 1) * sms)
             if const_expr(self.most_units > 1):  # noqa: SIM102 - one is decided here, one on the GPU
                 if i + 1 < count:
-                    self.keep(r, window, quarter, asked.words)
                     self.ask(r, base, next_request, next_head, next_quarter, asked)
-            self.tile.walk(base, self.rows_of_request(r), r.warp, r.lane)
-            r.bar()  # o and the state are there
-            self.write(r, base, request, head, quarter, norm * gate)
-            if i + 1 == count:
-                self.keep(r, window, quarter, asked.words)
+            o = self.outputs(r, base, row)
+            self.write(r, request, head, quarter, o, factor * row.gate)
             if const_expr(self.most_units > 1):  # noqa: SIM102
-                if i + 1 < count:  # by the same threads, piece for piece
-                    self.tile.store_state(base, states[0], r.tid)
+                if i + 1 < count:
+                    self.store(r, states[0])
+                    r.bar()
                     self.tile.load_state(base, states[1], r.tid)
+                    cute.arch.cp_async_commit_group()
             request, head, quarter = next_request, next_head, next_quarter
         return states[0]
 
@@ -180,132 +202,215 @@ class KDA:
     def store(self, r, state: Int64):
         """The state that the CTA's last unit leaves."""
         if state != 0:
-            self.tile.store_state(r.shared("partial"), state, r.tid)
+            base = r.shared("partial")
+            if const_expr(self.rows == 1):
+                self.tile.store_state(base, state, r.tid)
+            else:
+                r.bar()  # `solve` has been done
+                last = self.rows_of_request(r) - 1
+                self.chunk.update(base, state, last, r.warp, r.lane)
 
     @cute.jit
     def ask(self, r, base: Int32, request: Int32, head: Int32, quarter: Int32, asked: Asked):
         """Asks for what no row of this step changes, but for the state, whose address it leaves."""
-        constants, words = asked.constants, asked.words
+        constants = asked.constants
         slot = ld_global_i64(r.state_slots + Int64(request) * 8)
-        self.tile.load_f_b(base, r.field("kda.f_b") + Int64(head) * (DIM * 2 * RANK), r.tid)
-        column = quarter * COLUMNS + r.lane  # of the head's
-        channel = r.tid // DIM * self.width + head * DIM + r.tid % DIM  # of q|k|v
-        value_channel = 2 * self.width + head * DIM + column
-        conv = r.field("kda.conv")
-        taps = ld_global_f32x4(conv + Int64(channel) * (4 * TAPS))
-        value_taps = ld_global_f32x4(conv + Int64(value_channel) * (4 * TAPS))
-        constants[NORM] = ld_global_f32(r.field("kda.o_norm") + Int64(column) * 4)
+        f_b = r.field("kda.f_b") + Int64(head) * (DIM * 2 * RANK)
+        words = self.tile.load_f_b(f_b, r.warp, r.lane)
+        constants[NORM] = ld_global_f32(
+            r.field("kda.o_norm") + Int64(quarter * COLUMNS + r.lane) * 4
+        )
         constants[RATE] = ld_global_f32(r.field("kda.A_log") + Int64(head) * 4)
-        key = head * DIM + r.warp * 16 + r.lane // 4  # the lane makes the decay of `key`, `key` + 8
+        key = (
+            head * DIM + r.warp * 16 + (r.lane >> 2)
+        )  # the lane makes the decay of `key`, `key` + 8
         bias = r.field("kda.dt_bias") + Int64(key) * 4
         for i in cutlass.range_constexpr(2):
             constants[BIAS + i] = ld_global_f32(bias + Int64(32 * i))
-        windows = r.field("kda.conv_state") + slot * (HISTORY * self.window_row)
-        for j in cutlass.range_constexpr(HISTORY):
-            at = windows + Int64(j * self.window_row)
-            words[j] = ld_global_u16(at + Int64(2 * channel))
-            words[HISTORY + j] = ld_global_u16(at + Int64(2 * value_channel))
+        conv, windows = r.field("kda.conv"), r.field("kda.conv_state")
+        taps_of = (r.tid >> 7) * self.width + head * DIM + (r.tid & (DIM - 1))  # q|k
+        taps_at = base + self.taps_at
+        cp_async_16(taps_at + place_of(r.tid), conv + Int64(taps_of) * (4 * TAPS))
+        values = head * DIM + quarter * COLUMNS  # first of the unit's columns of v
+        if r.warp == 0:
+            at = conv + Int64(2 * self.width + values + r.lane) * (4 * TAPS)
+            cp_async_16(taps_at + 2 * DIM * (4 * TAPS) + place_of(r.lane), at)
+        index = (THREADS - 1 - r.tid) & 0xFF  # not negative, for all to see
+        if index < HISTORY * PIECES:
+            row, piece = index // PIECES, index % PIECES
+            kind = piece >> 4  # q|k|v
+            column = kind * self.width + head * DIM + (piece & 15) * 8
+            column = column + Int32(kind == 2) * (quarter * COLUMNS)
+            at = windows + slot * (HISTORY * self.window_row) + Int64(row * self.window_row)
+            to = row * WORD_ROW + piece * 16 + Int32(kind == 2) * (VALUE_AT - 2 * KIND_BYTES)
+            cp_async_16(base + self.words_at + to, at + Int64(2 * column))
         row = (slot * self.heads + Int64(head)) * DIM * DIM
         asked.states[1] = r.field("kda.state") + (row + Int64(quarter * COLUMNS)) * 4
-        for j in cutlass.range_constexpr(TAPS):
-            constants[j] = taps[j]
-            constants[VALUE_TAPS + j] = value_taps[j]
-        asked.columns[0] = channel
-        other = 4 * self.width + r.tid  # f_a
-        if r.warp == VALUE_WARP:
-            other = value_channel
-        elif r.warp == GATE_WARP:
-            other = value_channel + self.width
-        elif r.warp >= BETA_WARP:
-            other = 4 * self.width + RANK + head
-        asked.columns[1] = other
+        for i in cutlass.range_constexpr(32):
+            asked.f_b[i] = words[i]
+        # by kind: q, k, f_a, then 8 lanes v, 8 the gate, the rest beta
+        kind = r.warp & 3
+        column = kind * self.width + head * DIM + r.lane * 4
+        if kind == 2:
+            column = 4 * self.width + r.lane * 4
+        elif kind == 3:
+            column = (2 + (r.lane >> 3)) * self.width + values + (r.lane & 7) * 4
+            if r.lane >= OTHERS - 1:
+                column = 4 * self.width + RANK + (head & -4)
+        asked.column[0] = column
 
-    @cute.jit
-    def read(self, r, base: Int32, request: Int32, asked: Asked):
-        """The request's rows of kda_in to shared memory, convolved where they are."""
+    def read(self, r, base, request, asked):
+        """The request's rows of kda_in, their slices summed, to words in shared memory -> what
+        the lane holds of the old state. A warp has one kind of columns, of every second row."""
         count = self.rows_of_request(r)
-        at = r.buffer("kda_in") + Int64(request * count * self.product.rows) * 4
-        if count == 1:
-            self.read_rows(r, base, at, 0, count, 1, asked)
+        at = r.buffer("kda_in")
+        at = at + Int64(request * count * self.product.rows + asked.column[0]) * 4
+        row = r.warp >> 2
+        rows = [row + 2 * i for i in range(2)] if self.rows > 1 else [row]
+        loaded = [self.ask_row(at, i, count) for i in rows]
+        cute.arch.cp_async_wait_group(0)  # taps, window, state
+        r.bar()
+        if self.rows == 1:
+            held = self.tile.held(base, r.warp, r.lane)
         else:
-            for first in cutlass.range(0, count, self.rows_in_flight, unroll=1):
-                self.read_rows(r, base, at, first, count, self.rows_in_flight, asked)
+            held = self.chunk.state_parts(base, r.warp, r.lane)
+        self.put_words(r, base, row, count, loaded[0])
+        if self.rows > 1:
+            self.read_rest(r, base, at, row, count, loaded[1])
+        return held
 
     @cute.jit
-    def read_rows(
-        self,
-        r,
-        base: Int32,
-        at: Int64,
-        first: Int32,
-        count: Int32,
-        number: Constexpr[int],
-        asked: Asked,
-    ):
-        """`number` rows of the `count` at `at`, from `first` on."""
+    def read_rest(self, r, base: Int32, at: Int64, row: Int32, count: Int32, second):
+        """But for the first row; the next one is asked for before one is used."""
+        if count > 4:
+            third = self.ask_row(at, row + 4, count)
+            self.put_words(r, base, row + 2, count, second)
+            fourth = self.ask_row(at, row + 6, count)
+            self.put_words(r, base, row + 4, count, third)
+            self.put_words(r, base, row + 6, count, fourth)
+        else:
+            self.put_words(r, base, row + 2, count, second)
+
+    def ask_row(self, at, row, count):
+        """4 columns of each slice; of the last row, if there is no such row."""
+        here = at + Int64(cutlass.min(row, count - 1) * (self.product.rows * 4))
         step = self.rows * self.product.rows * 4  # from slice to slice
-        loaded = []
-        for i in cutlass.range_constexpr(number):  # all in flight; past the end, the last
-            row = cutlass.min(first + i, count - 1) * self.product.rows
-            for c in cutlass.range_constexpr(2):
-                here = at + Int64(row + asked.columns[c]) * 4
-                slices = range(self.product.slices)
-                loaded.append([ld_global_f32(here + Int64(s * step)) for s in slices])
-        for i in cutlass.range_constexpr(number):
-            word = pack_bf16(tree(loaded[2 * i]), Float32(0.0))
-            other = pack_bf16(tree(loaded[2 * i + 1]), Float32(0.0))
-            if const_expr(number == 1):
-                self.take_row(r, base, first, word, other, asked)
-            elif first + i < count:
-                self.take_row(r, base, first + i, word, other, asked)
+        return [ld_global_f32x4(here + Int64(s * step)) for s in range(self.product.slices)]
 
     @cute.jit
-    def take_row(self, r, base: Int32, row: Int32, word: Uint32, other: Uint32, asked: Asked):
-        """A row's two words of this thread. What only some warps need is made by all, beside the
-        rest: a branch would make it wait."""
-        constants, words = asked.constants, asked.words
-        pair = other | (cute.arch.shuffle_sync_bfly(other, 1) << 16)
-        taps = [[constants[first + j] for j in range(TAPS)] for first in (0, VALUE_TAPS)]
-        mixed = convolved(taps[0], [words[0], words[1], words[2], word])
-        value = convolved(taps[1], [words[3], words[4], words[5], other])
-        gate = sigmoid(bf16_low(other))
-        shift(words, 0, word)
-        shift(words, HISTORY, other)
-        st_shared_f32(base + self.tile.qk_at + row * QK_ROW + r.tid * 4, mixed)
-        if r.warp < VALUE_WARP:
-            if r.lane % 2 == 0:
-                st_shared_u32(base + self.tile.f_a_at + row * F_A_ROW + r.tid * 2, pair)
-        elif r.warp == VALUE_WARP:
-            st_shared_f32(base + self.tile.value_at + row * VALUE_ROW + r.lane * 4, value)
-        elif r.warp == GATE_WARP:
-            st_shared_f32(base + self.gate_at + row * VALUE_ROW + r.lane * 4, gate)
-        elif (r.warp == BETA_WARP) & (r.lane == 0):
-            st_shared_u32(base + self.beta_at + row * 4, other)
+    def put_words(self, r, base: Int32, row: Int32, count: Int32, parts):
+        sums = [tree([part[c] for part in parts]) for c in range(4)]
+        to = base + self.words_at + (HISTORY + row) * WORD_ROW
+        to = to + (r.warp & 3) * KIND_BYTES + r.lane * 8
+        if (((r.warp & 3) < 3) | (r.lane < OTHERS)) & (row < count):
+            words = (pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]))
+            st_shared_u32x2(to, words)
 
-    def weigh(self, r, base, constants):
-        """Decays and scales of the rows -> the gate of row `warp`. Between two barriers."""
+    def weigh(self, r, base, head, held, asked):
+        """q, k, v, decays and scales -> what a warp keeps of row `warp`."""
         last = self.rows_of_request(r) - 1
-        cute.arch.cp_async_wait_group(1)  # f_b; the state may still come
-        r.bar()  # what `read` gives is there, f_b too
-        own = cutlass.min(r.warp, last)
-        gate = ld_shared_f32(base + self.gate_at + own * VALUE_ROW + r.lane * 4)
-        beta = ld_shared_u32(base + self.beta_at + own * 4)
-        # q and k are loaded before decays are stored, so that the sums over a warp overlap the mma
-        scales = self.tile.scales(base, beta, last, r.warp, r.lane)
-        bias = [constants[BIAS], constants[BIAS + 1]]
-        decays = self.tile.decays(base, bias, constants[RATE], last, r.warp, r.lane)
-        self.tile.store_scales(base, scales, r.warp, r.lane)
+        words, constants = base + self.words_at, asked.constants
+        f_a = words + (HISTORY + cutlass.min(r.lane >> 2, last)) * WORD_ROW + (r.lane & 3) * 16
+        row = words + cutlass.min(r.warp, last) * WORD_ROW  # the oldest of its window
+        last_word = row + HISTORY * WORD_ROW
+        gate = ld_shared_u16(last_word + GATE_AT + r.lane * 2)
+        beta = bf16_low(ld_shared_u16(last_word + BETA_AT + (head & 3) * 2))
+        qk = zeros(8, Float32)
+        if self.rows == 1:
+            self.convolve_one(r, base, row, beta)
+        else:
+            self.convolve_own(r, base, row, last, beta, qk)
+        logs = self.tile.log_decays(
+            [asked.f_b[i] for i in range(32)],
+            f_a + 2 * KIND_BYTES,
+            [constants[BIAS], constants[BIAS + 1]],
+            constants[RATE],
+        )
+        one = self.rows == 1
+        decays = [expm1(g) for g in logs] if one else self.chunk.running(logs, r.lane)
         self.tile.store_decays(base, decays, r.warp, r.lane)
-        cute.arch.cp_async_wait_group(0)
-        r.bar()  # decays, scales and the state are there; f_b and the gate have been read
-        return gate
+        return Row(qk, held, sigmoid(bf16_low(gate)))
 
     @cute.jit
-    def write(self, r, base: Int32, request: Int32, head: Int32, quarter: Int32, factor: Float32):
+    def convolve_own(self, r, base: Int32, row: Int32, last: Int32, beta: Float32, qk):
+        """Row `warp`, if there is one: q and k to `qk`, v and its scales to shared memory."""
+        if r.warp <= last:
+            q = self.convolve(base, row, 0, r)
+            k = self.convolve(base, row, 1, r)
+            value = self.convolve_value(base, row, r.lane)
+            scales = self.tile.scales(warp_sum(self.tile.products_of(q, k)), beta)
+            st_shared_f32(base + self.tile.value_at + r.warp * VALUE_ROW + r.lane * 4, value)
+            self.tile.store_scales(base, scales, r.warp, r.lane)
+            kept = qk
+            for i in cutlass.range_constexpr(4):
+                kept[i] = q[i]
+                kept[4 + i] = k[i]
+
+    def convolve_one(self, r, base, row, beta):
+        q, k = (self.convolve(base, row, kind, r) for kind in range(2))
+        value = self.convolve_value(base, row, r.lane)
+        products = warp_sum(self.tile.products_of(q, k))
+        self.put(r, base, q, k, value, (*products, beta))
+
+    def convolve(self, base, row, kind, r):
+        """Channels 4 l .. 4 l + 3 of q or k; of a single row, channel l of a quarter of them."""
+        at = [row + (j * WORD_ROW + kind * KIND_BYTES) for j in range(TAPS)]
+        taps_at = base + self.taps_at + kind * DIM * (4 * TAPS)
+        if self.rows == 1:
+            channel = (r.warp & 3) * COLUMNS + r.lane
+            words = [bf16_low(ld_shared_u16(a + channel * 2)) for a in at]
+            return [convolved(ld_shared_f32x4(taps_at + place_of(channel)), words)]
+        pairs = [ld_shared_u32x2(a + r.lane * 8) for a in at]
+        made = []
+        for i in range(4):
+            taps = ld_shared_f32x4(taps_at + place_of(4 * r.lane + i))
+            half = bf16_high if i % 2 else bf16_low
+            made.append(convolved(taps, [half(pair[i // 2]) for pair in pairs]))
+        return made
+
+    def convolve_value(self, base, row, lane):
+        """Column l of the unit's values."""
+        words = [ld_shared_u16(row + (j * WORD_ROW + VALUE_AT) + lane * 2) for j in range(TAPS)]
+        taps = ld_shared_f32x4(base + self.taps_at + 2 * DIM * (4 * TAPS) + place_of(lane))
+        return convolved(taps, [bf16_low(word) for word in words])
+
+    @cute.jit
+    def put(self, r, base: Int32, q, k, value, sums):
+        """The single row; for its scales the sums of each quarter of its channels, and beta."""
+        if r.warp < QUARTERS:
+            at = base + self.tile.qk_at + (r.warp * COLUMNS + r.lane) * 4
+            st_shared_f32(at, q[0])
+            st_shared_f32(at + 4 * DIM, k[0])
+            self.tile.store_scales(base, sums, r.warp, r.lane)
+        elif r.warp == QUARTERS:
+            st_shared_f32(base + self.tile.value_at + r.lane * 4, value)
+
+    def outputs(self, r, base, row):
+        """-> o of row `warp`, column l; a barrier before `write` lies in here."""
+        if self.rows == 1:
+            at = base + self.tile.scales_at
+            parts = [ld_shared_f32x4(at + i * 16) for i in range(QUARTERS)]
+            sums = [tree([part[i] for part in parts]) for i in range(3)]
+            scales = self.tile.scales(sums, parts[0][3])
+            state = list(row.held)
+            self.tile.step(base, Int32(0), scales, state, r.warp, r.lane)
+            self.tile.leave(base, state, r.warp, r.lane)
+            r.bar()
+            return ld_shared_f32(base + self.tile.out_at + r.lane * 4)
+        chunk = self.chunk
+        last = self.rows_of_request(r) - 1
+        chunk.put_row(base, row.qk, last, r.warp, r.lane)
+        r.bar()
+        chunk.multiply(base, row.held, r.warp, r.lane)
+        chunk.mix(base, row.qk, last, r.warp, r.lane)
+        r.bar()
+        return chunk.solve(base, last, r.warp, r.lane)
+
+    @cute.jit
+    def write(self, r, request: Int32, head: Int32, quarter: Int32, o: Float32, factor: Float32):
         """o times its norm's weight and gate, and the sum of o^2; a warp a row."""
         count = self.rows_of_request(r)
         if r.warp < count:
-            o = ld_shared_f32(base + self.tile.out_at + r.warp * VALUE_ROW + r.lane * 4)
             group = (request * count + r.warp) * self.heads + head
             at = r.buffer("kda_heads") + Int64(group * DIM + quarter * COLUMNS + r.lane) * 4
             st_global_f32(at, o * factor)
@@ -315,20 +420,23 @@ class KDA:
                 st_global_f32(at, square)
 
     @cute.jit
-    def keep(self, r, at: Int32, quarter: Int32, words):
+    def keep(self, r, base: Int32, quarter: Int32, kept: Int32):
         """The window after the rows, of the unit's columns of q, k and v, for `stage`."""
-        if r.warp % QUARTERS == quarter:
-            self.keep_columns(at + r.warp // QUARTERS * (COLUMNS * 2), r.lane, words, 0)
-        if r.warp == VALUE_WARP:
-            self.keep_columns(at + 2 * (COLUMNS * 2), r.lane, words, HISTORY)
-
-    @cute.jit
-    def keep_columns(self, at: Int32, lane: Int32, words, first: Constexpr[int]):
-        for j in cutlass.range_constexpr(HISTORY):
-            word = words[first + j]
-            pair = word | (cute.arch.shuffle_sync_bfly(word, 1) << 16)
-            if lane % 2 == 0:
-                st_shared_u32(at + j * WINDOW_ROW + lane * 2, pair)
+        rows = base + self.words_at + self.rows_of_request(r) * WORD_ROW
+        index = (THREADS - 1 - r.tid) & 0xFF  # the last warps: the first ones have the rows
+        if index < HISTORY * KEPT_PIECES:
+            row, piece = index // KEPT_PIECES, index % KEPT_PIECES
+            kind = piece >> 2
+            at = (
+                rows
+                + row * WORD_ROW
+                + kind * KIND_BYTES
+                + quarter * (COLUMNS * 2)
+                + (piece & 3) * 16
+            )
+            if kind == 2:
+                at = rows + row * WORD_ROW + VALUE_AT + (piece & 3) * 16
+            st_shared_u32x4(kept + row * KEPT_ROW + piece * 16, ld_shared_u32x4(at))
 
     # ---- stage ----
 
@@ -361,19 +469,24 @@ class KDA:
     @cute.jit
     def store_windows(self, r):
         first, count = self.share(r)
-        windows, conv_state = r.shared("partial") + self.windows_at, r.field("kda.conv_state")
+        kept, conv_state = r.shared("partial") + self.kept_at, r.field("kda.conv_state")
         # by the last threads: they have the fewest groups of x
-        for i in cutlass.range(THREADS - 1 - r.tid, count * PIECES, THREADS, unroll=1):
-            index, piece = i // PIECES, i % PIECES
+        for i in cutlass.range(THREADS - 1 - r.tid, count * KEPT_PIECES, THREADS, unroll=1):
+            index, piece = i // KEPT_PIECES, i % KEPT_PIECES
             request, head, quarter = self.place(first + index * self.sizes.sms)
             slot = ld_global_i64(r.state_slots + Int64(request) * 8)
             column = (piece >> 2) * self.width + head * DIM + quarter * COLUMNS
             to = conv_state + slot * (HISTORY * self.window_row)
             to = to + Int64(2 * column + (piece & 3) * 16)
-            at = windows + index * WINDOW_BYTES + piece * 16
+            at = kept + index * KEPT_BYTES + piece * 16
             for j in cutlass.range_constexpr(HISTORY):
-                words = ld_shared_u32x4(at + j * WINDOW_ROW)
+                words = ld_shared_u32x4(at + j * KEPT_ROW)
                 st_global_u32x4(to + Int64(j * self.window_row), words)
+
+
+def place_of(channel):
+    """Where a channel's taps lie among 128; lanes with channels 4 apart hit other banks."""
+    return (channel ^ (channel >> 3 & 3)) * (4 * TAPS)
 
 
 def zeros(count, kind):
@@ -381,10 +494,3 @@ def zeros(count, kind):
     for i in range(count):
         values[i] = kind(0)
     return values
-
-
-def shift(words, first, word):
-    """A window one row on."""
-    words[first] = words[first + 1]
-    words[first + 1] = words[first + 2]
-    words[first + 2] = word

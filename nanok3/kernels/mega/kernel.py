@@ -32,7 +32,7 @@ from nanok3.kernels.mega.kda import KDA
 from nanok3.kernels.mega.linear import Linear, partial_bytes
 from nanok3.kernels.mega.mla import MLA
 from nanok3.kernels.mega.ops import ComputeOps, LoadOps
-from nanok3.kernels.mega.role import FLIGHT, LIMIT, NEXT_SIGNAL, PENDING, Signaller
+from nanok3.kernels.mega.role import FLIGHT, LIMIT, NEXT_SIGNAL, NEXT_TAG, PENDING, Signaller
 from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import (
     MOST_STREAMS,
@@ -241,6 +241,7 @@ class Mega:
         cute.arch.sync_threads()
         # written by CTA 0 of this launch only after it has heard of all others
         first_signal = ld_relaxed_u32(sync + NEXT_SIGNAL)
+        first_tag = ld_relaxed_u32(sync + NEXT_TAG)
         env = {
             **dict(
                 zip(
@@ -289,6 +290,7 @@ class Mega:
             "routed": barriers + 2 * program.slots,
             "pending": barriers + 2 * program.slots + 1,
             "first_signal": first_signal,
+            "first_tag": first_tag,
         }
         if warp == WARPS:
             self.run(LoadOps(program, env), num_layers)
@@ -300,11 +302,13 @@ class Mega:
             role.finish()
             if (role.cta == 0) & (tid == 0):
                 st_relaxed_u32(sync + NEXT_SIGNAL, role.block_signal[0])
+                st_relaxed_u32(sync + NEXT_TAG, role.block_tag[0])
 
     @cute.jit
     def run(self, role, num_layers: Int32):
         program = self.program
         role.block_signal[0] = role.first_signal
+        role.block_tag[0] = role.first_tag
         role.prefetch_row(Int32(0))
         role.next_row()
         self.block(role, start)

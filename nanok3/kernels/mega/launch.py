@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanok3.dsl import address, arch_of, launch
 from nanok3.kernels.mega.kernel import Program, compile_mega
-from nanok3.kernels.mega.role import MOST_EVENTS, SYNC_BYTES
+from nanok3.kernels.mega.role import MOST_EVENTS, NEXT_TAG, SYNC_BYTES
 from nanok3.kernels.mega.sizes import MOST_STREAMS
 
 
@@ -38,9 +38,19 @@ class Arguments:
 
 
 def workspace(program: Program, device: str) -> tuple[Tensor, Tensor]:
-    """-> (what CTAs exchange, counters): bytes; the counters are zero, and count on for ever."""
+    """-> (what CTAs exchange, counters): bytes."""
     work = torch.empty(program.sizes.work_bytes, dtype=torch.uint8, device=device)
-    return work, torch.zeros(SYNC_BYTES, dtype=torch.uint8, device=device)
+    sync = torch.empty(SYNC_BYTES, dtype=torch.uint8, device=device)
+    clear(work, sync)
+    return work, sync
+
+
+def clear(work: Tensor, sync: Tensor) -> None:
+    """As if there had been no launch: no word has a tag to come, counters and their numbers begin
+    anew. Queued on the current stream."""
+    work.zero_()
+    sync.zero_()
+    sync[NEXT_TAG] = 1  # a word that nobody wrote has tag 0
 
 
 def stamps_of(program: Program, device: str) -> Tensor | None:

@@ -28,11 +28,12 @@ from nanok3.dsl import (
     pack_bf16,
     st_global_f32,
     st_global_u16,
+    st_relaxed_u32,
     st_shared_f32,
     st_shared_u32x4,
     tree,
 )
-from nanok3.kernels.mega.role import Traced
+from nanok3.kernels.mega.role import Traced, tagged
 from nanok3.kernels.mega.sizes import BLOCK, BLOCK_BYTES, TILE, WARPS, Product, Sizes
 
 THREADS = 32 * WARPS
@@ -82,20 +83,26 @@ def stage_rows(
 
 
 class Parts(Traced):
-    """A K slice's sums [slice, T, rows] f32."""
+    """A K slice's sums [slice, T, rows] f32; with a tag, words of all rows."""
 
-    def __init__(self, r, buffer: str, product: Product) -> None:
-        self.product, self.pass_rows = product, r.sizes.pass_rows
+    def __init__(self, r, buffer: str, product: Product, tag=None) -> None:
+        self.product, self.pass_rows, self.tag = product, r.sizes.pass_rows, tag
+        self.all_rows = tag is not None
         part = r.cta % product.slices * (self.pass_rows * product.rows)
         self.at = r.buffer(buffer) + Int64(part) * 4
 
     def store(self, local, tile, token, row, value):
-        index = token * self.product.rows + tile * TILE + row
-        st_global_f32(self.at + Int64(index) * 4, value)
+        at = self.at + Int64(token * self.product.rows + tile * TILE + row) * 4
+        if self.all_rows:
+            st_relaxed_u32(at, tagged(value, self.tag))
+        else:
+            st_global_f32(at, value)
 
 
 class Own(Traced):
     """Columns of a stream [own tile, T, 16] f32 of bf16 values, in this CTA's shared memory."""
+
+    all_rows = False
 
     def __init__(self, r, area: str) -> None:
         self.pass_rows, self.at = r.sizes.pass_rows, r.shared(area)
@@ -107,6 +114,8 @@ class Own(Traced):
 
 class Rounded(Traced):
     """[T, rows] bf16."""
+
+    all_rows = False
 
     def __init__(self, r, buffer: str, product: Product) -> None:
         self.width, self.at = product.rows, r.buffer(buffer)
@@ -177,7 +186,7 @@ class Linear(Traced):
                 row = index % TILE
                 token = index // TILE % self.sizes.pass_rows
                 local = index // (TILE * self.sizes.pass_rows)
-                if token < count:
+                if const_expr(sink.all_rows) or token < count:
                     at = partial + local * self.tile_bytes() + (token * TILE + row) * 4
                     step = self.sizes.pass_rows * TILE * 4
                     total = tree([ld_shared_f32(at + p * step) for p in range(self.parts)])

@@ -25,6 +25,7 @@ from nanok3.dsl import (
     ld_shared_f32,
     pack_bf16,
     rsqrt_approx,
+    select_f32,
     situ,
     st_global_f32,
     st_global_u16,
@@ -42,11 +43,14 @@ from nanok3.kernels.mega.linear import (
     stage_rows,
     x_stride,
 )
-from nanok3.kernels.mega.role import Compute, Loader
+from nanok3.kernels.mega.role import DONE, READY, Compute, Loader, untagged
 from nanok3.kernels.mega.sizes import TILE, WARPS
 
-NEXT = {"attn": ("mlp.score", "mlp.streams", 1), "mlp": ("next.score", "next.streams", 0)}
+NEXT = {"attn": ("mlp.score", "mlp.streams"), "mlp": ("next.score", "next.streams")}
 HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
+
+
+WORDS: tuple[str, ...] = ()  # products of x whose parts are words: nobody signals them
 
 
 def product_of(weight: str) -> str:
@@ -68,7 +72,7 @@ class LoadOps(Loader):
         self.program.products[product_of(weight)].load(self, self.field(weight))
 
     def start(self):
-        self.signal("start")
+        pass
 
     def stop(self):
         pass
@@ -77,11 +81,11 @@ class LoadOps(Loader):
         pass
 
     def attn_res(self, delta, streams, w, fresh, *, out):
-        self.signal("stats")
+        pass
 
     def linear(self, x, weight, *, out):
         self.load(weight)
-        if out not in ("delta_sum", "shared_sum"):
+        if out not in ("delta_sum", "shared_sum", *WORDS):
             self.signal(out)
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
@@ -115,7 +119,6 @@ class LoadOps(Loader):
 
     def latent_up(self, routed, shared, w, *, out):
         self.load("moe.latent_up")
-        self.signal("latent_up")
 
     def lm_head(self, x, weight, rows, *, out):
         self.load("lm_head")
@@ -149,10 +152,11 @@ class ComputeOps(Compute):
         else:
             self.read_own(last)
         attn_res, score = self.program.attn_res, self.field("attn.score")
-        attn_res.score_ahead(self, score, last, 0, self.num_tokens)
-        self.signal("start")
-        self.wait("start")
-        attn_res.prepare(self, score, last, 0)
+        self.half = HALF["attn"]
+        self.score_tag[0] = self.new_tag("scores")
+        self.bar()
+        attn_res.score_ahead(self, score, last, last, self.num_tokens)
+        attn_res.prepare(self, score, last)
 
     @cute.jit
     def read_own(self, last: Int32):
@@ -211,8 +215,10 @@ class ComputeOps(Compute):
         self.sub = w
         last = self.number(f"{w}.streams") - 1
         is_fresh = Int32(0) if w == "output" else self.number(f"{w}.fresh")
-        self.program.attn_res.update(self, last, is_fresh, self.num_tokens)
-        self.signal("stats")
+        self.half = HALF[w]
+        tag = self.new_tag("mixed")
+        self.program.attn_res.update(self, last, is_fresh, self.num_tokens, tag)
+        self.mark(DONE)
 
     def from_x(self, product: str, buffer: str):
         """x from the streams, a K slice's product with it, and the next AttnRes's scores."""
@@ -222,20 +228,40 @@ class ComputeOps(Compute):
         width = linear.product.part_width
         first = linear.place(self)[0] * width
         norm = self.field(f"{sub}.norm")
-        attn_res.stage(self, norm, last, HALF[sub], first, width, self.num_tokens, x)
+        place = last, first, width, self.num_tokens, x
+        attn_res.stage(self, norm, *place, self.tag_of["mixed"])
         self.bar()
-        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product))
-        if sub in NEXT:
-            score, streams, half = NEXT[sub]
-            finished = self.number(streams) - 1
-            attn_res.score_ahead(self, self.field(score), finished, half, self.num_tokens)
-        self.signal(buffer)
+        self.mark(READY)
+        tag = self.new_tag(buffer) if buffer in WORDS else None
+        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product, tag))
+        if tag is None:
+            self.signal(buffer)
+        if sub == "attn":
+            self.score_next()
+
+    def score_next(self):
+        """The next AttnRes's scores of finished streams, also of the one that p became if that is
+        finished with it; `prepare` will look for them."""
+        score, streams = NEXT[self.sub]
+        last, finished = self.number(f"{self.sub}.streams") - 1, self.number(streams) - 1
+        self.half = HALF["mlp" if self.sub == "attn" else "attn"]
+        self.score_tag[0] = self.new_tag("scores")
+        attn_res = self.program.attn_res
+        end = cutlass.min(finished, last)
+        attn_res.score_ahead(self, self.field(score), end, finished, self.num_tokens)
+        self.score_last(self.field(score), last, finished)
+
+    @cute.jit
+    def score_last(self, score: Int64, last: Int32, finished: Int32):
+        if finished > last:
+            tag = self.tag_of["mixed"]
+            self.program.attn_res.score_last(self, score, last, self.num_tokens, tag)
 
     def prepare(self):
-        """What the next AttnRes needs and can have now; after a signal since `from_x`."""
-        score, streams, half = NEXT[self.sub]
+        """What the next AttnRes needs and can have now, after `score_next`."""
+        score, streams = NEXT[self.sub]
         finished = self.number(streams) - 1
-        self.program.attn_res.prepare(self, self.field(score), finished, half)
+        self.program.attn_res.prepare(self, self.field(score), finished)
 
     # ---- products ----
 
@@ -268,6 +294,7 @@ class ComputeOps(Compute):
 
     def gate_up(self, x, weight, *, out):
         self.from_x(weight, "dense_in")
+        self.score_next()
         self.wait("dense_in")
         product = self.program.products[weight].product
         self.act("dense_in", "dense_act", product, 0, self.sizes.dense_width)
@@ -337,21 +364,23 @@ class ComputeOps(Compute):
         product = self.program.products["moe_in"].product
         self.act("moe_in", "shared_act", product, first, self.sizes.shared_width)
         self.signal("shared_act")
+        self.program.units["experts"].ahead(self)
 
     def experts(self, latent, ids, weights, w, *, out):
-        self.program.units["experts"].compute(self)
+        self.program.units["experts"].compute(self, ahead=True)
 
     def latent_up(self, routed, shared, w, *, out):
         self.begin("latent_up")
         linear, staged = self.program.products["latent_up"], self.shared("scratch")
         width = linear.product.part_width
         first = linear.place(self)[0] * width
+        self.score_next()  # by the last CTAs, which have none of this op's tiles
         self.wait("routed")
         norm = self.field("moe.routed_norm") if self.sizes.routed_norm else Int64(0)
         self.stage_routed(norm, first, width, staged)
         self.bar()
-        linear.multiply(self, staged, self.num_tokens, Parts(self, "latent_up", linear.product))
-        self.signal("latent_up")
+        sink = Parts(self, "latent_up", linear.product, self.new_tag("latent_up"))
+        linear.multiply(self, staged, self.num_tokens, sink)
 
     @cute.jit
     def stage_routed(self, norm: Int64, first: Int32, width: Constexpr[int], staged: Int32):
@@ -400,32 +429,36 @@ class ComputeOps(Compute):
         if out == ("delta",):
             self.begin("combine")
             self.prepare()
-            self.wait("latent_up")
-            self.combine()
+            self.combine(self.tag_of["latent_up"])
         elif out == ("logits",):
             self.begin("logits")
             self.wait("lm_head")
             self.write_logits()
 
     @cute.jit
-    def combine(self):
+    def combine(self, tag: Uint32):
         """delta of the own columns: this rank's part of the latent's product, plus the shared
         expert's; the other ranks' parts as they lie in the caller's delta."""
         attn_res, sizes = self.program.attn_res, self.sizes
         product = self.program.products["latent_up"].product
-        for index in cutlass.range(self.tid, attn_res.values, THREADS, unroll=1):
-            row = index // TILE % sizes.pass_rows
+        for base in cutlass.range(0, attn_res.values, THREADS, unroll=1):
+            index = cutlass.min(base + self.tid, attn_res.values - 1)
+            row = cutlass.min(index // TILE % sizes.pass_rows, self.num_tokens - 1)
             column, there = attn_res.column(self, index)
-            own = column - sizes.up_first
-            value = Float32(0.0)
-            if there & (row < self.num_tokens):
-                if (own >= 0) & (own < sizes.up_rows):
-                    value = self.sum_parts("latent_up", product, row, own)
-                    value = value + ld_shared_f32(self.shared("shared") + index * 4)
-                else:
-                    at = self.delta + Int64((row * sizes.hidden + column) * 2)
-                    value = bf16_low(ld_global_u16(at))
-            st_shared_f32(self.shared("delta") + index * 4, rounded(value))
+            column = cutlass.min(column, sizes.hidden - 1)
+            own = cutlass.min(cutlass.max(column - sizes.up_first, 0), sizes.up_rows - 1)
+            other = Float32(0.0)
+            if there:
+                source = self.delta + Int64((row * sizes.hidden + column) * 2)
+                other = bf16_low(ld_global_u16(source))
+            at = self.buffer("latent_up") + Int64(row * product.rows + own) * 4
+            step = sizes.pass_rows * product.rows * 4
+            words = self.words([at + Int64(s * step) for s in range(product.slices)], tag, 1)
+            value = tree([untagged(words[s]) for s in range(product.slices)])
+            value = value + ld_shared_f32(self.shared("shared") + index * 4)
+            value = select_f32(Uint32(column - sizes.up_first == own), value, other)
+            if base + self.tid < attn_res.values:
+                st_shared_f32(self.shared("delta") + index * 4, rounded(value))
 
     def lm_head(self, x, weight, rows, *, out):
         self.from_x("lm_head", "lm_head")

@@ -14,12 +14,16 @@ Hand-offs a signal is one op's "my part is written", by every CTA, also by one t
 
           what       written by                                read by
           mbarrier   each compute warp, when its part of a     the signalling warp
-          s % 4      signal is written
+          s % 8      signal is written
           counter s  the signalling warp of each CTA,          thread 0 of each CTA that needs it,
                      red.release, after the mbarrier           ld.acquire until it is there, then a
                                                                barrier of its compute warps
           A release waits until all that this CTA wrote has reached L2, about 1 us while weights
           stream: the signalling warp waits for that, the compute warps go on.
+Words     some buffers are handed over without a signal: each 32-bit word has the low 8 bits of its
+          tag in its own low bits (a float32 keeps 16 bits of mantissa), and is looked at until it
+          has. Tags are numbers, one more each time; a word is written anew, in all rows, before
+          256 more have come.
 Deadline  a wait gives up after LIMIT looks: the first to do so leaves a record (which CTA, which
           signal, which op, expected, seen), all later waits pass at once, the launch ends, and the
           host refuses what it computed.
@@ -36,30 +40,35 @@ from cutlass import Int32, Int64, Uint32
 
 from nanok3.dsl import (
     asm,
+    bits_of,
     bulk_copy_g2s,
     evict_first_policy,
+    float_of,
     global_clock,
     ld_acquire_u32,
     ld_global_i64,
     ld_relaxed_u32,
+    ld_relaxed_u32x4,
     ld_shared_u32,
     red_add_release,
     st_global_u32x4,
     st_shared_u32,
+    tree,
     st_relaxed_u32,
 )
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS
 
 COUNTERS = 64
-PENDING = 4  # signals of a CTA that may be under way: more never are before it waits for others
+PENDING = 8  # signals of a CTA that may be under way: more never are before it waits for others
 COUNTER_BYTES = 128
 FLIGHT = 2  # chunks that the loader keeps in flight; further slots hold data that has landed
 LIMIT = 1 << 22  # looks at a counter: about 2 s
+TAG = 0xFF  # bits of a word
 LOOKS = 1024  # after so many, a look whether another wait has given up
-# words of the sync area: the number of the next launch's first signal, the record of a wait that
+# words of the sync area: the numbers of the next launch's first signal and first tag, the record of a wait that
 # gave up (5 words); then the counters
-NEXT_SIGNAL, HEALTH, SYNC_HEAD = 0, 16, 128
+NEXT_SIGNAL, NEXT_TAG, HEALTH, SYNC_HEAD = 0, 4, 16, 128
 SYNC_BYTES = SYNC_HEAD + COUNTERS * COUNTER_BYTES
 # events of a trace: an op begins; what it waited for is there; its part is written
 BEGIN, READY, DONE = 0, 1, 2
@@ -95,9 +104,14 @@ class Role(Traced):
         for i in range(4):
             self.row[i] = Uint32(0)
         self.block_signal = cute.make_rmem_tensor((1,), Uint32)  # number of the block's first one
+        self.score_tag = cute.make_rmem_tensor((1,), Uint32)  # of AttnRes's scores, the next ones
+        self.score_tag[0] = Uint32(0)
         self.routed_phase = cute.make_rmem_tensor((1,), Int32)  # of the mbarrier `routed`
         self.routed_phase[0] = Int32(0)
         self.signals = 0  # of the block, traced so far
+        self.block_tag = cute.make_rmem_tensor((1,), Uint32)  # the block's first tag
+        self.tags = 0  # of the block, traced so far
+        self.tag_of: dict[str, Any] = {}  # of the block: buffer -> the tag of its words
         self.last: dict[str, int] = {}  # of the block: buffer -> its signal
         self.op = ""  # for the record of a wait that gave up
         self.kind = ""  # of the block: "kda", "mla", "moe", "dense" or none
@@ -153,9 +167,17 @@ class Role(Traced):
 
     def begin_block(self, name: str):
         self.signals, self.last, self.kind = 0, {}, name
+        self.tags, self.tag_of = 0, {}
 
     def end_block(self):
         self.block_signal[0] = self.block_signal[0] + Uint32(self.signals)
+        self.block_tag[0] = self.block_tag[0] + Uint32(self.tags)
+
+    def new_tag(self, buffer: str):
+        """Of the words of a buffer that an op begins to write."""
+        self.tag_of[buffer] = self.block_tag[0] + Uint32(self.tags)
+        self.tags += 1
+        return self.tag_of[buffer]
 
     def signal_of(self, name: str):
         """Number of the signal that this block gave for a buffer."""
@@ -178,13 +200,18 @@ class Role(Traced):
             if looks % LOOKS == 0:  # noqa: SIM102
                 if ld_relaxed_u32(self.sync + HEALTH) != 0:
                     looks = Int32(self.program.limit)
-        if Int32(seen - goal) < 0:  # noqa: SIM102 - CuTe DSL has no `and`
-            if ld_relaxed_u32(self.sync + HEALTH) == 0:
-                st_relaxed_u32(self.sync + HEALTH + 4, Uint32(self.cta))
-                st_relaxed_u32(self.sync + HEALTH + 8, number)
-                st_relaxed_u32(self.sync + HEALTH + 12, goal)
-                st_relaxed_u32(self.sync + HEALTH + 16, seen)
-                st_relaxed_u32(self.sync + HEALTH, Uint32(self.program.op_number(self.op) + 1))
+        if Int32(seen - goal) < 0:
+            self.record(number, goal, seen)
+
+    @cute.jit
+    def record(self, number: Uint32, goal: Uint32, seen: Uint32):
+        """Unless there is one."""
+        if ld_relaxed_u32(self.sync + HEALTH) == 0:
+            st_relaxed_u32(self.sync + HEALTH + 4, Uint32(self.cta))
+            st_relaxed_u32(self.sync + HEALTH + 8, number)
+            st_relaxed_u32(self.sync + HEALTH + 12, goal)
+            st_relaxed_u32(self.sync + HEALTH + 16, seen)
+            st_relaxed_u32(self.sync + HEALTH, Uint32(self.program.op_number(self.op) + 1))
 
 
 def advance(position, at, slots):
@@ -310,6 +337,39 @@ class Compute(Role):
         if self.tid == 0:
             self.look(self.counter(number), number, self.goal_of(number))
         self.bar()
+
+    @cute.jit
+    def words(self, addresses: list, tag: Uint32, each: cutlass.Constexpr = 4):
+        """`each` (4 or 1) words at each address, as soon as all have the tag. By whole warps."""
+        found = cute.make_rmem_tensor((each * len(addresses),), Uint32)
+        missing = Uint32(1)
+        looks = Int32(0)
+        while (missing != Uint32(0)) & (looks < self.program.limit):
+            wrong = []
+            for i in cutlass.range_constexpr(len(addresses)):
+                loaded = (
+                    ld_relaxed_u32x4(addresses[i]) if each == 4 else (ld_relaxed_u32(addresses[i]),)
+                )
+                for k in cutlass.range_constexpr(each):
+                    found[each * i + k] = loaded[k]
+                    wrong.append((loaded[k] ^ tag) & Uint32(TAG))
+            missing = Uint32(cute.arch.vote_ballot_sync(tree(wrong, lambda x, y: x | y) != 0))
+            looks += 1
+            if looks % LOOKS == 0:  # noqa: SIM102
+                if ld_relaxed_u32(self.sync + HEALTH) != 0:
+                    looks = Int32(self.program.limit)
+        if (missing != Uint32(0)) & (self.lane == 0):
+            self.record(tag, tag, found[0] & Uint32(TAG))
+        return found
+
+
+def tagged(value, tag):
+    """A float32 as a word with its tag."""
+    return (bits_of(value) & Uint32(0xFFFFFF00)) | (tag & Uint32(TAG))
+
+
+def untagged(word):
+    return float_of(word & Uint32(0xFFFFFF00))
 
 
 class Signaller(Role):

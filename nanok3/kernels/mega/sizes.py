@@ -79,16 +79,21 @@ class Product:
         return -(-self.tiles // self.groups(sms))
 
 
-def cut(name: str, rows: int, k: int, sms: int) -> Product:
-    """With the number of slices that gives the busiest CTA the fewest bytes; few, if equal."""
+def cut(name: str, rows: int, k: int, sms: int, pass_rows: int) -> Product:
+    """With the number of slices that gives the busiest CTA the fewest bytes, of weights and of what
+    x is made of (8 for a column and row); few slices, if equal."""
     rows, blocks = -(-rows // TILE) * TILE, k // BLOCK
     able = [
         s
         for s in range(1, min(PASS, sms) + 1)
         if blocks % s == 0 and (k // s <= MOST_SLICE or s == PASS)
     ]
+
+    def busiest(p: Product) -> int:
+        return p.most_tiles(sms) * p.part_blocks * BLOCK_BYTES + 8 * pass_rows * p.part_width
+
     made = [Product(name, rows, k, s) for s in able]
-    return min(made, key=lambda p: (p.most_tiles(sms) * p.part_blocks, p.slices))
+    return min(made, key=lambda p: (busiest(p), p.slices))
 
 
 @dataclass(frozen=True)
@@ -174,18 +179,18 @@ class Sizes:
         c, sms = self.hidden, self.sms
         moe_rows = TILE * (self.router_tiles + self.latent_tiles) + 2 * self.shared_width
         made = [
-            cut("kda.in_proj", self.kda_in_width, c, sms),
+            cut("kda.in_proj", self.kda_in_width, c, sms, self.pass_rows),
             Product("kda.o_proj", c, self.kda_width, 1),
-            cut("mla.in_proj", self.mla_in_width, c, sms),
+            cut("mla.in_proj", self.mla_in_width, c, sms, self.pass_rows),
             Product("mla.q_b", self.mla_heads * (self.nope_dim + self.rope_dim), self.q_rank, 1),
             Product("mla.o_proj", c, self.mla_heads * self.value_dim, 1),
-            cut("moe_in", moe_rows, c, sms),
+            cut("moe_in", moe_rows, c, sms, self.pass_rows),
             Product("shared_down", c, self.shared_width, 1),
-            cut("latent_up", self.up_rows, self.latent, sms),
-            cut("lm_head", self.vocab, c, sms),
+            cut("latent_up", self.up_rows, self.latent, sms, self.pass_rows),
+            cut("lm_head", self.vocab, c, sms, self.pass_rows),
         ]
         if self.dense_width:
-            made.append(cut("dense.gate_up", 2 * self.dense_width, c, sms))
+            made.append(cut("dense.gate_up", 2 * self.dense_width, c, sms, self.pass_rows))
             made.append(Product("dense.down", c, self.dense_width, 1))
         return {p.name: p for p in made}
 
@@ -210,9 +215,9 @@ class Sizes:
             return 4 * p[name].slices * rows * p[name].rows
 
         sizes = {
-            "prefix": 4 * rows * self.hidden,  # [T, C] f32, mix of the finished streams
-            "stats": 16 * self.sms * rows,  # [CTA, T, 4] f32
-            "scores": 4 * MOST_STREAMS * rows,  # [n, T] f32, of finished streams, one op ahead
+            "mixed": 8 * rows * self.hidden,  # [T, C, 2] words: p as bf16, prefix as float32
+            "stats": 16 * self.sms * rows,  # [CTA, T, 4] words: float32
+            "scores": 4 * MOST_STREAMS * rows,  # [2, T, 8] words: a of finished streams
             "kda_in": parts("kda.in_proj"),  # [slices, T, rows] f32
             "kda_heads": 4 * rows * self.kda_width,  # [T, H * D] f32, before the norm's factor
             "kda_squares": 16 * rows * self.kda_heads,  # [T, H, 4] f32

@@ -27,6 +27,7 @@ from nanok3.step import Buffers, Step
 
 SMS = 4
 Row = Mapping[str, Tensor | int]
+WORDS = ("mixed", "stats", "scores", "latent_up")  # each word says itself whether it is new
 WRITTEN = ("conv_state", "state", "cache")  # fields that a launch writes to
 INPUTS = (
     *("table", "embed_table", "input_ids", "positions", "slot_mapping"),
@@ -77,7 +78,7 @@ def rows_of(table: Tensor, tensors: Sequence[Tensor]) -> list[Row]:
 def exchanged(program: Program, work: Tensor) -> list[Buffer]:
     sizes = program.sizes
     return [
-        buffer_of(work[at : at + sizes.buffers[name]], False, name)
+        buffer_of(work[at : at + sizes.buffers[name]], False, name, unordered=name in WORDS)
         for name, at in sizes.offsets.items()
         if sizes.buffers[name]
     ]

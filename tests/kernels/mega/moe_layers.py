@@ -34,13 +34,14 @@ from nanok3.dsl import (
     ld_global_u32,
     ld_shared_u32,
     st_global_u32,
+    st_shared_u32,
 )
 from nanok3.kernels.expert_down import pack_expert_down
 from nanok3.kernels.expert_up import pack_expert_up
 from nanok3.kernels.mega.experts import Experts
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.linear import THREADS, partial_bytes
-from nanok3.kernels.mega.role import SYNC_BYTES, Compute, Frozen, Loader
+from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Frozen, Loader, Signaller
 from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import PASS, SLOT_BYTES, WARPS, Sizes
 
@@ -79,7 +80,7 @@ class Layers(Frozen):
             *(tables, out, num_tokens, num_layers),
         ).launch(
             grid=(self.sizes.sms, 1, 1),
-            block=(THREADS + 32, 1, 1),
+            block=(THREADS + 64, 1, 1),
             stream=stream,
             cooperative=True,
             min_blocks_per_mp=1,
@@ -107,13 +108,14 @@ class Layers(Frozen):
             "scratch": scratch,
             "routed": self.route.table_bytes,
             "partial": 2 * partial_bytes(self.sizes.pass_rows),
+            "stop": 4,
         }
         places, at = {}, 0
         for name, size in sizes.items():
             places[name] = at
             at += -(-size // 128) * 128
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, num_elems=2 * SLOTS + 1)
+        barriers = smem.allocate_array(Int64, num_elems=2 * SLOTS + 1 + PENDING)
         areas = Int32(smem.allocate(at, byte_alignment=128).toint())
         ring = Int32(smem.allocate(SLOTS * SLOT_BYTES, byte_alignment=128).toint())
         if tid == 0:
@@ -121,6 +123,9 @@ class Layers(Frozen):
                 cute.arch.mbarrier_init(barriers + slot, 1)
                 cute.arch.mbarrier_init(barriers + SLOTS + slot, WARPS)
             cute.arch.mbarrier_init(barriers + 2 * SLOTS, 1)
+            for i in cutlass.range_constexpr(PENDING):
+                cute.arch.mbarrier_init(barriers + 2 * SLOTS + 1 + i, WARPS)
+            st_shared_u32(areas + places["stop"], Uint32(0))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         program = SimpleNamespace(
@@ -137,11 +142,17 @@ class Layers(Frozen):
         env.update(topk_ids=topk_ids, topk_weights=topk_weights)
         env.update(num_tokens=num_tokens, num_reqs=num_tokens, areas=areas, ring=ring)
         env.update(barriers=barriers, slots=SLOTS, routed=barriers + 2 * SLOTS)
+        env.update(pending=barriers + 2 * SLOTS + 1, first_signal=Uint32(0))
         warp = cute.arch.make_warp_uniform(tid // 32)
         if warp == WARPS:
             self.load(Loader(program, env), num_layers)
+        elif warp == WARPS + 1:
+            Signaller(program, env).run()
         else:
-            self.compute(Compute(program, env), given, tables, out, num_layers)
+            role = Compute(program, env)
+            self.compute(role, given, tables, out, num_layers)
+            role.fresh()
+            role.finish()
 
     @cute.jit
     def load(self, r, num_layers: Int32):
@@ -172,10 +183,8 @@ class Layers(Frozen):
             r.signal("moe_in")
             r.begin("route")
             r.wait("moe_in")
-            self.route.compute(r)
-            r.bar()
-            r.begin("experts")
-            self.experts.compute(r)
+            self.route.compute(r, lambda: self.experts.ahead(r))
+            self.experts.compute(r, ahead=True)
             r.wait("routed")
             to = tables + Int64((layer * self.sizes.sms + r.cta) * table_words) * 4
             for i in cutlass.range(r.tid, table_words, THREADS, unroll=1):

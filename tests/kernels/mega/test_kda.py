@@ -45,12 +45,13 @@ from nanok3.dsl import (
     ld_global_u32,
     ld_shared_u32,
     st_global_u32,
+    st_shared_u32,
 )
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.kda import KDA
-from nanok3.kernels.mega.linear import THREADS, x_stride
-from nanok3.kernels.mega.role import SYNC_BYTES, Compute
-from nanok3.kernels.mega.sizes import Sizes
+from nanok3.kernels.mega.linear import THREADS, partial_bytes, x_stride
+from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Signaller
+from nanok3.kernels.mega.sizes import WARPS, Sizes
 from nanok3.reference.kda import KDAWeights
 
 ADDRESSES = ("table", "work", "sync", "state_slots", "given", "out")
@@ -79,7 +80,10 @@ class Layers:
         self.kernel(
             *(table, work, sync, state_slots, given, out, num_reqs, num_tokens, num_layers)
         ).launch(
-            grid=(self.sizes.sms, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
+            grid=(self.sizes.sms, 1, 1),
+            block=(THREADS + 32, 1, 1),
+            stream=stream,
+            cooperative=True,
         )
 
     @cute.kernel
@@ -95,10 +99,16 @@ class Layers:
         num_tokens: Int32,
         num_layers: Int32,
     ):
-        areas = SmemAllocator().allocate(self.kda.scratch_bytes, byte_alignment=128)
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        parts = 2 * partial_bytes(self.sizes.pass_rows)
+        stop = parts + self.kda.scratch_bytes
+        smem = SmemAllocator()
+        pending = smem.allocate_array(Int64, num_elems=PENDING)
+        areas = smem.allocate(stop + 16, byte_alignment=128)
         program = SimpleNamespace(
             sizes=self.sizes,
-            areas={"scratch": 0},
+            areas={"partial": 0, "scratch": parts, "stop": stop},
             op_number=lambda _: 0,
             waits=True,
             stamps=False,
@@ -106,7 +116,20 @@ class Layers:
         )
         env = dict(table=table, work=work, sync=sync, state_slots=state_slots)
         env.update(num_reqs=num_reqs, num_tokens=num_tokens, areas=Int32(areas.toint()))
-        self.run(Compute(program, env), given, out, num_layers)
+        env.update(pending=pending, first_signal=Uint32(0))
+        if tid == 0:
+            for i in cutlass.range_constexpr(PENDING):
+                cute.arch.mbarrier_init(pending + i, WARPS)
+            st_shared_u32(Int32(areas.toint()) + stop, Uint32(0))
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp == WARPS:
+            Signaller(program, env).run()
+        else:
+            role = Compute(program, env)
+            self.run(role, given, out, num_layers)
+            role.fresh()  # not those of the loop
+            role.finish()
 
     @cute.jit
     def run(self, r, given: Int64, out: Int64, num_layers: Int32):
