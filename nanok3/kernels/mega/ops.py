@@ -3,7 +3,7 @@
 `LoadOps` asks for an op's weights, `ComputeOps` does the op; both have a method for every op of
 `model.py`, called with names where other readings get tensors. What an op waits for and signals
 stands here; how it computes, in the module of the same name. One rank: the exchanges do nothing,
-parts of buffers that other ranks fill are read as the caller left them.
+parts of buffers that other ranks fill are read as they were left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from nanok3.dsl import (
     ld_shared_f32,
     pack_bf16,
     rsqrt_approx,
-    select_f32,
     situ,
     st_global_f32,
     st_global_u16,
@@ -437,8 +436,8 @@ class ComputeOps(Compute):
 
     @cute.jit
     def combine(self, tag: Uint32):
-        """delta of the own columns: this rank's part of the latent's product, plus the shared
-        expert's; the other ranks' parts as they lie in the caller's delta."""
+        """delta of the own columns, where they are this rank's part: the latent's product, plus the
+        shared expert's. Of other ranks' parts it stays what it was, as in the other readings."""
         attn_res, sizes = self.program.attn_res, self.sizes
         product = self.program.products["latent_up"].product
         for base in cutlass.range(0, attn_res.values, THREADS, unroll=1):
@@ -447,17 +446,12 @@ class ComputeOps(Compute):
             column, there = attn_res.column(self, index)
             column = cutlass.min(column, sizes.hidden - 1)
             own = cutlass.min(cutlass.max(column - sizes.up_first, 0), sizes.up_rows - 1)
-            other = Float32(0.0)
-            if there:
-                source = self.delta + Int64((row * sizes.hidden + column) * 2)
-                other = bf16_low(ld_global_u16(source))
             at = self.buffer("latent_up") + Int64(row * product.rows + own) * 4
             step = sizes.pass_rows * product.rows * 4
             words = self.words([at + Int64(s * step) for s in range(product.slices)], tag, 1)
             value = tree([untagged(words[s]) for s in range(product.slices)])
             value = value + ld_shared_f32(self.shared("shared") + index * 4)
-            value = select_f32(Uint32(column - sizes.up_first == own), value, other)
-            if base + self.tid < attn_res.values:
+            if (base + self.tid < attn_res.values) & (column - sizes.up_first == own):
                 st_shared_f32(self.shared("delta") + index * 4, rounded(value))
 
     def lm_head(self, x, weight, rows, *, out):
