@@ -347,6 +347,8 @@ def load(options: Options, *, is_single: bool) -> Engine:
             settings=_settings(options, is_single),
             progress=ProgressLine("loading"),
         )
+    if options.device != "cpu":
+        note(f"replies come through {engine.reading}")
     if options.show_config:
         for setting in settings_in_force(engine, options):
             note(str(setting))
@@ -406,4 +408,5 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
         num_blocks=num_blocks,
         max_context=context,
         strict=options.strict,
+        ops=options.ops or base.ops,
     )

@@ -102,6 +102,7 @@ class Program:
         self.sizes, self.texts, self.whole = sizes, texts, whole
         self.waits, self.stamps, self.limit, self.flight = waits, stamps, limit, flight
         self.op_names: list[str] = []
+        self.signals: dict[str, list[str]] = {}  # of each block, when traced: buffers in order
         self.attn_res = AttnRes(sizes)
         self.products = {name: Linear(sizes, p) for name, p in sizes.products.items()}
         self.units = units_of(sizes)
@@ -339,6 +340,9 @@ class Mega:
     def block(self, role, text: Text, name: str = ""):
         role.begin_block(name)
         text(role)
+        assert len(role.last) == role.signals, "a buffer is signalled once a block"
+        signals = self.program.signals.setdefault(name or text.__name__, list(role.last))
+        assert signals == list(role.last), "the roles disagree about signals"
         role.end_block()
 
 

@@ -37,10 +37,15 @@ class Arguments:
     num_blocks: int  # of the latent cache
 
 
-def workspace(program: Program, device: str) -> tuple[Tensor, Tensor]:
-    """-> (what CTAs exchange, counters): bytes; the counters are zero, and count on for ever."""
-    work = torch.empty(program.sizes.work_bytes, dtype=torch.uint8, device=device)
-    return work, torch.zeros(SYNC_BYTES, dtype=torch.uint8, device=device)
+def work_of(program: Program, device: str) -> Tensor:
+    """What CTAs exchange, bytes."""
+    return torch.empty(program.sizes.work_bytes, dtype=torch.uint8, device=device)
+
+
+def sync_of(device: str) -> Tensor:
+    """Counters, bytes: zero, and they count on for ever, over launches of any programs of a grid
+    of the same size."""
+    return torch.zeros(SYNC_BYTES, dtype=torch.uint8, device=device)
 
 
 def stamps_of(program: Program, device: str) -> Tensor | None:
@@ -57,9 +62,16 @@ def launch_mega(
     program: Program, work: Tensor, sync: Tensor, a: Arguments, stamps: Tensor | None = None
 ) -> None:
     """On torch's current stream. A program's work and sync serve one launch at a time. stamps [SMs,
-    events, 4] i32: where a program with `stamps` leaves its clocks."""
+    events, 4] i32: where a program with `stamps` leaves its clocks. Raises ValueError for a grid
+    that the GPU cannot run at once: its CTAs would wait for each other for ever."""
     tokens, sizes = len(a.input_ids), program.sizes
     num_reqs, max_blocks = a.block_table.shape
+    there = torch.cuda.get_device_properties(work.device).multi_processor_count
+    if sizes.sms > there:
+        raise ValueError(
+            f"the persistent kernel was made for {sizes.sms} SMs and this GPU has {there}; make it "
+            "for the GPU that it runs on"
+        )
     assert 1 <= tokens <= sizes.pass_rows and tokens % num_reqs == 0
     assert (stamps is not None) == program.stamps
     assert work.nbytes >= sizes.work_bytes and sync.nbytes == SYNC_BYTES

@@ -100,7 +100,7 @@ class OnEmulator:
 
     def __init__(self, folder: Path) -> None:
         self.emulator = Emulator(str(folder))
-        self.kernels: dict[object, tuple[Compiled, list[str]]] = {}
+        self.kernels: dict[object, tuple[Compiled, Program]] = {}
 
     def compiled(self, program: Program, arch: str = ARCH) -> Compiled:
         """Programs of the same sizes and options share a kernel."""
@@ -111,8 +111,9 @@ class OnEmulator:
                 patch.setattr("nanok3.kernels.mega.kernel.compile_kernel", self.emulator.compile)
                 kernel: Compiled = compile_mega(program, ARCH)
             assert program.area_bytes < kernel.shared_bytes <= SHARED_BYTES
-            self.kernels[key] = kernel, program.op_names
-        kernel, program.op_names = self.kernels[key]
+            self.kernels[key] = kernel, program
+        kernel, traced = self.kernels[key]
+        program.op_names, program.signals = traced.op_names, traced.signals
         return kernel
 
     def launch(
