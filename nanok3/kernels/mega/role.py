@@ -45,8 +45,8 @@ from nanok3.dsl import (
     ld_shared_u32,
     red_add_release,
     st_global_u32x4,
-    st_relaxed_u32,
     st_shared_u32,
+    st_relaxed_u32,
 )
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS

@@ -3,7 +3,7 @@ steps run by `mega_ops.Mega` as on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from nanok3.sampling import SamplingParams
 from nanok3.step import Buffers, Step
 
 PROMPTS = [[5, 90, 17], [200]]
-SETTINGS = EngineConfig(dtype="bfloat16", max_num_reqs=2, num_blocks=6, num_snapshots=0)
+SETTINGS = EngineConfig(dtype="bfloat16", num_blocks=6, num_snapshots=0)
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,18 @@ class Served:
     mega: Mega
 
 
-def plain_engine() -> Engine:
+def plain_engine(max_num_reqs: int) -> Engine:
     weights = tiny_weights(CONFIG, 3, torch.bfloat16)
-    return Engine(CONFIG, weights, None, SETTINGS, GenerationDefaults())
+    settings = replace(SETTINGS, max_num_reqs=max_num_reqs)
+    return Engine(CONFIG, weights, None, settings, GenerationDefaults())
 
 
-def serve(on_emulator: OnEmulator, monkeypatch: pytest.MonkeyPatch, limit: int = LIMIT) -> Served:
+def serve(
+    on_emulator: OnEmulator,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_reqs: int,
+    limit: int = LIMIT,
+) -> Served:
     """Runs a step ahead, and looks at the kernel's health as on a GPU."""
     made: list[Mega] = []
 
@@ -49,7 +55,7 @@ def serve(on_emulator: OnEmulator, monkeypatch: pytest.MonkeyPatch, limit: int =
         on_emulator.run(made[0], step, buf)
 
     monkeypatch.setattr(Runner, "_run_on_cpu", run)
-    engine = plain_engine()
+    engine = plain_engine(max_num_reqs)
     runner, loop = engine._runner, engine._runner.loop
     packed, blocks = packed_tiny_weights(CONFIG, 3), loop.state.step.block_table.shape[1]
     cache = runner.manager.cache
@@ -68,8 +74,8 @@ def test_replies_are_those_of_torch(
     on_emulator: OnEmulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n, logprobs=2) for n in (4, 6)]
-    plain = [plain_engine().generate(p, q) for p, q in zip(PROMPTS, params, strict=True)]
-    engine = serve(on_emulator, monkeypatch).engine
+    plain = [plain_engine(2).generate(p, q) for p, q in zip(PROMPTS, params, strict=True)]
+    engine = serve(on_emulator, monkeypatch, 2).engine
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (4, 6)]
     requests = [engine.submit(p, q) for p, q in zip(PROMPTS, params, strict=True)]
     with on_a_device(SMS):
@@ -89,7 +95,7 @@ def test_a_wait_that_gave_up_ends_the_requests_of_its_step(
     on_emulator: OnEmulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_emulator.emulator, "races", False)  # it goes on without the data
-    served = serve(on_emulator, monkeypatch, limit=30)
+    served = serve(on_emulator, monkeypatch, 1, limit=30)
     engine, mega = served.engine, served.mega
     params = SamplingParams(temperature=0.0, max_tokens=5)
     with on_a_device(SMS):
