@@ -51,6 +51,10 @@ def gpu_decode(
     height = 1 if settings.strict else most  # rows that are computed together, at most
     mega_rows = rows_of_mega(settings)
     mega = Mega(config, weights, cache, size, max_blocks) if mega_rows else None
+    if mega is not None and (refusal := mega.refusal(height)):
+        if settings.ops == "mega":
+            raise ValueError(f"ops: mega cannot take this model ({refusal}); take auto or chain")
+        mega, mega_rows = None, 0
     chain = Kernels(config, most, device).record()
 
     def forward(step: Step, buf: Buffers) -> None:

@@ -138,6 +138,8 @@ def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) 
         if on == "cpu":
             torch.set_num_threads(max(then.threads, 1))  # they cut sums, so they change last bits
         settings = replace(then.engine, strict=strict or then.engine.strict)
+        if on == "cpu":
+            settings = replace(settings, ops="auto")  # the others run on a GPU only
         engine = Engine.load(
             model_dir,
             device=on,

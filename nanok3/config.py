@@ -266,7 +266,7 @@ class EngineConfig:
                 f"ops: expected auto, mega or chain, found {self.ops!r}",
             ),
             (
-                self.ops != "auto" and self.device == "cpu",
+                self.ops in ("mega", "chain") and self.device == "cpu",
                 f"ops: {self.ops} runs on a GPU only; leave it out, or name device cuda",
             ),
             (

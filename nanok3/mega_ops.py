@@ -286,6 +286,15 @@ class Mega:
         program = program_of(c, sizes, self._whole, **self._options)
         return Space(program, work_of(program, str(device)), stamps_of(program, str(device)))
 
+    def refusal(self, most_rows: int) -> str:
+        """Why steps of up to so many rows cannot run; empty if they can. Takes their memory."""
+        try:
+            for rows in {1, min(most_rows, MAX_ROWS)}:
+                self.space_of(rows)
+        except AssertionError as error:  # what sizes and programs say of themselves
+            return str(error)
+        return ""
+
     def space_of(self, num_rows: int) -> Space:
         return self.space(1 if num_rows == 1 else PASS)
 
