@@ -186,8 +186,9 @@ def test_a_step_that_gave_up_ends_its_requests_and_the_next_ones_are_served(
     health = engine._runner.loop._health
     assert health is not None
     health.words[0] += 1 << 20  # the number of the next launch's first signal
+    engine.run(requests)
     others = [engine.submit(p, params) for p in PROMPTS[3:]]
-    engine.run([*requests, *others])
+    engine.run(others)
     for request in requests:
         result = request.result()
         assert result.finish_reason == "error" and result.error is not None
