@@ -150,8 +150,9 @@ class OnEmulator:
             patch.setattr(launcher, "launch", run)
             launch_mega(program, work, sync, arguments, stamps)
 
-    def run(self, mega: Mega, step: Step, buf: Buffers) -> None:
-        """`Mega.run`."""
+    @contextmanager
+    def launches(self, mega: Mega) -> Iterator[None]:
+        """What it runs, runs here."""
 
         def launch(
             program: Program,
@@ -165,12 +166,12 @@ class OnEmulator:
 
         with on_a_device(SMS), pytest.MonkeyPatch.context() as patch:
             patch.setattr("nanok3.mega_ops.launch_mega", launch)
-            mega.run(step, buf)
+            yield
 
     def step(self, mega: Mega, step: Step, buf: Buffers) -> None:
         """`Mega.run` and `Mega.check`."""
-        self.run(mega, step, buf)
-        with on_a_device(SMS):
+        with self.launches(mega):
+            mega.run(step, buf)
             mega.check()
 
 

@@ -1,10 +1,12 @@
 """Requests served through the persistent kernel, on the emulator: the engine's own loop, with its
-steps run by `mega_ops.Mega` as on a GPU."""
+steps run by what `captured.gpu_decode` makes for a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from packed import packed_tiny_weights
 
 from kernels.mega.harness import SMS, OnEmulator, on_a_device, without_signal
 from kernels.mega.test_handoffs import CONFIG
+from nanok3 import captured
 from nanok3.config import EngineConfig, GenerationDefaults
 from nanok3.engine import Engine
 from nanok3.graph import Readback
 from nanok3.kernels.mega.role import COUNTERS, LIMIT
 from nanok3.loop import PLACES
 from nanok3.mega_ops import Mega
+from nanok3.ops import DECODE
 from nanok3.runner import Runner
 from nanok3.sampling import SamplingParams
 from nanok3.step import Buffers, Step
@@ -50,17 +54,29 @@ def serve(
 ) -> Served:
     """Runs a step ahead, and looks at the kernel's health as on a GPU."""
     made: list[Mega] = []
+    decodes: list[captured.GpuDecode] = []
+
+    def make(*args: Any) -> Mega:
+        made.append(Mega(*args, limit=limit))
+        return made[0]
 
     def run(self: Runner, step: Step, buf: Buffers) -> None:
-        on_emulator.run(made[0], step, buf)
+        with on_emulator.launches(made[0]):
+            decodes[0].forward(step, buf)
+
+    monkeypatch.setattr(captured, "Mega", make)
+    monkeypatch.setattr(captured, "Kernels", lambda *args: SimpleNamespace(record=lambda: DECODE))
 
     monkeypatch.setattr(Runner, "_run_on_cpu", run)
     engine = plain_engine(max_num_reqs)
     runner, loop = engine._runner, engine._runner.loop
     packed, blocks = packed_tiny_weights(CONFIG, 3), loop.state.step.block_table.shape[1]
-    cache = runner.manager.cache
-    made.append(Mega(CONFIG, packed, cache, SETTINGS.block_size, blocks, limit=limit))
-    loop.runs_ahead, loop._health = True, made[0].health(rows=None)
+    with on_a_device(SMS):
+        made_for = CONFIG, packed, runner.manager.cache, engine.settings, blocks
+        decodes.append(captured.gpu_decode(*made_for))
+    assert decodes[0].reading == "the persistent kernel"
+    loop.runs_ahead, loop._health = True, decodes[0].health
+    assert loop._health is not None
     loop._words = Readback(loop._health.words, PLACES)
     return Served(engine, made[0])
 
