@@ -88,7 +88,7 @@ def fault_of(small: Small) -> str:
 NEEDLESS = ["start: start"]
 
 
-@pytest.mark.parametrize("small", [1, 2], indirect=True)
+@pytest.mark.parametrize("small", [2, pytest.param(1, marks=pytest.mark.slow)], indirect=True)
 def test_a_race_is_found_without_any_one_wait(small: Small) -> None:
     signals, missed = small.signals(), []
     assert len(signals) > 20 and fault_of(small) == ""
