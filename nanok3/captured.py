@@ -1,20 +1,72 @@
-"""What decode runs with on a GPU: buffers of its own and the `KERNELS` reading.
+"""What decode runs with on a GPU: buffers of its own, and one of two readings.
 
-Imports CuTe DSL through `kernel_ops`; the runner imports this file only for a CUDA device.
+`MEGA` (one launch a step) or `KERNELS` (the chain: a launch an op), by the rows of a step; the
+choice stands in `rows_of_mega`. Imports CuTe DSL through `kernel_ops` and `mega_ops`; the runner
+imports this file only for a CUDA device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
+from nanok3 import model
+from nanok3.cache import Cache
 from nanok3.config import EngineConfig, ModelConfig
+from nanok3.graph import Health
 from nanok3.kernel_ops import Kernels
+from nanok3.mega_ops import MAX_ROWS, Mega
 from nanok3.ops import Ops
-from nanok3.step import Buffers, allocate_buffers
+from nanok3.step import Buffers, Step, allocate_buffers
+from nanok3.weights import Weights
+
+# Steps of up to so many rows run through MEGA where nobody says otherwise: as many as it takes.
+FASTEST_ROWS = MAX_ROWS
 
 
-def kernel_decode(config: ModelConfig, settings: EngineConfig) -> tuple[Buffers, Ops]:
-    """For steps of at most `max_num_reqs` rows. Graphs hold the addresses of both."""
-    most, device = settings.max_num_reqs, settings.device
+@dataclass(frozen=True)
+class GpuDecode:
+    """Graphs hold the addresses of all that is in here."""
+
+    buffers: Buffers
+    forward: Callable[[Step, Buffers], None]  # views of the buffers, of as many rows as the step
+    chain: Ops
+    health: Health | None  # of what `forward` runs
+    reading: str  # for people
+
+
+def rows_of_mega(settings: EngineConfig) -> int:
+    """Rows that a step may have to run as one launch; none: every step runs the chain."""
+    return {"auto": FASTEST_ROWS, "mega": MAX_ROWS, "chain": 0}[settings.ops]
+
+
+def gpu_decode(
+    config: ModelConfig, weights: Weights, cache: Cache, settings: EngineConfig, max_blocks: int
+) -> GpuDecode:
+    """For steps of at most `max_num_reqs` rows. weights: packed; max_blocks: of one request."""
+    most, device, size = settings.max_num_reqs, settings.device, settings.block_size
     buffers = allocate_buffers(config, most, most, torch.bfloat16, device)
-    return buffers, Kernels(config, most, device).record()
+    height = 1 if settings.strict else most  # rows that are computed together, at most
+    mega_rows = rows_of_mega(settings)
+    mega = Mega(config, weights, cache, size, max_blocks) if mega_rows else None
+    if mega is not None and (refusal := mega.refusal(height)):
+        if settings.ops == "mega":
+            raise ValueError(f"ops: mega cannot take this model ({refusal}); take auto or chain")
+        mega, mega_rows = None, 0
+    chain = Kernels(config, most, device).record()
+
+    def forward(step: Step, buf: Buffers) -> None:
+        if mega is not None and len(step.input_ids) <= mega_rows:
+            mega.run(step, buf)
+        else:
+            model.forward(config, weights, cache, step, buf, chain)
+
+    if mega is None:
+        return GpuDecode(buffers, forward, chain, None, "the chain of kernels")
+    reading = "the persistent kernel"
+    if height > mega_rows:
+        reading += f" up to {mega_rows} rows, the chain of kernels above"
+    health = mega.health(rows=1 if settings.strict else None)
+    return GpuDecode(buffers, forward, chain, health, reading)

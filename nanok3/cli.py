@@ -68,6 +68,11 @@ COMMON = (
     click.option("--context", type=click.IntRange(1), help="Tokens of prompt and reply, at most."),
     click.option("--requests", type=click.IntRange(1), help="How many run at once."),
     click.option("--strict", is_flag=True, help="A reply never depends on its company; slower."),
+    click.option(
+        "--ops",
+        type=click.Choice(["auto", "mega", "chain"]),
+        help="On a GPU: a step as one launch (up to 8 requests), a launch an op, or the faster.",
+    ),
     click.option("--show-config", is_flag=True, help="Say what is in force, and from where."),
 )
 RECORD = click.option(
@@ -387,7 +392,7 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     if given["stop"]:
         sampling["stop"] = given["stop"]
     thinking = None if given["thinking"] is None else given["thinking"] == "on"
-    others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "show_config")
+    others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "ops")
     said = click.get_current_context().get_parameter_source
     named = frozenset(n for n in ("device", "dtype") if said(n) is ParameterSource.COMMANDLINE)
     given["dtype"] = given["dtype"] or default_dtype(given["device"])
@@ -395,7 +400,7 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
         "sampling": sampling,
         "thinking": thinking,
         "given": named,
-        **{name: given[name] for name in others},
+        **{name: given[name] for name in (*others, "show_config")},
     }
 
 

@@ -138,6 +138,8 @@ def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) 
         if on == "cpu":
             torch.set_num_threads(max(then.threads, 1))  # they cut sums, so they change last bits
         settings = replace(then.engine, strict=strict or then.engine.strict)
+        if on == "cpu":
+            settings = replace(settings, ops="auto")  # the others run on a GPU only
         engine = Engine.load(
             model_dir,
             device=on,
@@ -347,6 +349,8 @@ def load(options: Options, *, is_single: bool) -> Engine:
             settings=_settings(options, is_single),
             progress=ProgressLine("loading"),
         )
+    if options.device != "cpu":
+        note(f"replies come through {engine.reading}")
     if options.show_config:
         for setting in settings_in_force(engine, options):
             note(str(setting))
@@ -406,4 +410,5 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
         num_blocks=num_blocks,
         max_context=context,
         strict=options.strict,
+        ops=options.ops or base.ops,
     )

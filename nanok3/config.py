@@ -21,6 +21,7 @@ from nanok3.config_check import checked_fields
 from nanok3.config_rules import is_int, is_number, show
 
 MAX_SLOTS = 2**31 - 1
+MEGA_ROWS = 8  # of a step that is one launch, at most
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,7 @@ class EngineConfig:
     prefill_chunk: int = 256  # prompt tokens of a request in one step, at most
     num_snapshots: int = 4  # finished prompts and replies kept to go on from
     strict: bool = False  # rows one by one: a request's bits do not depend on its company
+    ops: str = "auto"  # of decode on a GPU: "mega" (one launch a step), "chain", or the faster one
     debug: bool = False  # check owners before each step, poison what was freed
 
     def blocks_for(self, context: int) -> int:
@@ -258,6 +260,19 @@ class EngineConfig:
             (
                 self.max_num_reqs < 1,
                 f"max_num_reqs: expected at least 1, found {self.max_num_reqs}",
+            ),
+            (
+                self.ops not in ("auto", "mega", "chain"),
+                f"ops: expected auto, mega or chain, found {self.ops!r}",
+            ),
+            (
+                self.ops in ("mega", "chain") and self.device == "cpu",
+                f"ops: {self.ops} runs on a GPU only; leave it out, or name device cuda",
+            ),
+            (
+                self.ops == "mega" and self.max_num_reqs > MEGA_ROWS and not self.strict,
+                f"ops: mega takes steps of up to {MEGA_ROWS} requests, max_num_reqs is "
+                f"{self.max_num_reqs}; lower it (--requests), or take auto",
             ),
             (
                 self.num_snapshots < 0,

@@ -311,6 +311,11 @@ class Engine:
         self._scheduler.cancel(request)
 
     @property
+    def reading(self) -> str:
+        """What decode steps run through, for people."""
+        return self._runner.reading
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 

@@ -7,6 +7,7 @@ it leaves for others must be allocated before. Knows nothing of what the callabl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,6 +48,15 @@ class Capture:
         return graph.replay
 
 
+@dataclass(frozen=True)
+class Health:
+    """What kernels leave when they gave up, for the host to look at beside a step's results."""
+
+    words: Tensor  # whole numbers on the device, at an address that does not change
+    failure: Callable[[list[int], int], str | None]  # of those words after a step of so many rows
+    clear: Callable[[], None]  # makes the next step start clean, once no step is queued
+
+
 class Readback:
     """Copies of one tensor in host memory, as it is when the stream comes to them.
 
@@ -55,7 +65,7 @@ class Readback:
     """
 
     def __init__(self, source: Tensor, num_places: int) -> None:
-        """source: [R] i64, whose address does not change; num_places: copies not yet read."""
+        """source: whole numbers [R], at an address that stays; num_places: copies not yet read."""
         self._source = source
         is_cuda = source.device.type == "cuda"
         self._copies = torch.empty(

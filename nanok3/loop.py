@@ -33,7 +33,7 @@ from nanok3.decode import (
     draw,
     first,
 )
-from nanok3.graph import Readback, Run
+from nanok3.graph import Health, Readback, Run
 from nanok3.request import Request, TokenLogprob
 from nanok3.sampling import Logprobs, SamplingParams, SamplingRows, logprobs_of, rows_of
 from nanok3.step import Step
@@ -48,6 +48,7 @@ class Drawn:
 
     token_id: int  # -1 where no id is left to draw
     finite: bool  # whether all logits of the row are
+    failure: str | None  # why nothing of this step may be used, if the device says so
     ended: bool  # the row had ended on the device before this step: nothing was computed
     logprob: TokenLogprob | None  # if the request asks for it
     gap: float | None  # best logit less second best, if the request keeps gaps
@@ -70,9 +71,11 @@ class DecodeLoop:
         sizes: Sequence[int],
         record: Callable[[Run], Run],
         runs_ahead: bool,
+        health: Health | None = None,
     ) -> None:
         """forward: the model, from a step to the logits of the state. sizes: numbers of rows that a
         step may have. record: makes of a call what is run instead, such as its graph's replay.
+        health: of what `forward` runs, if it can fail.
         """
         self.runs_ahead = runs_ahead
         self.batch: list[Request] = []
@@ -81,6 +84,9 @@ class DecodeLoop:
         self._num_steps = 0
         self._attended = False
         self._readback = Readback(memory.state.result, PLACES)
+        self._health = health
+        self._words = Readback(health.words, PLACES) if health else None
+        self._failed = False  # since the last batch began
         self._compute: dict[int, Run] = {}
         self._draw: dict[tuple[int, bool, bool], Run] = {}
         with torch.inference_mode():
@@ -124,6 +130,9 @@ class DecodeLoop:
     def dissolve(self) -> None:
         """No batch, so that none of its requests is taken for part of the next one."""
         assert not self._queued, "the last batch's steps are not read"
+        if self._failed and self._health is not None:
+            self._health.clear()
+            self._failed = False
         self.batch = []
 
     def queue(self) -> None:
@@ -141,6 +150,8 @@ class DecodeLoop:
             if self._attended:
                 logprobs, gaps = self._extras(logits)
             place = self._num_steps % PLACES
+            if self._words is not None:  # before the results, whose event then holds for both
+                self._words.copy(place)
             self._readback.copy(place)
         self._num_steps += 1
         self._queued.append(_Queued(place, logprobs, gaps))
@@ -152,6 +163,7 @@ class DecodeLoop:
         the caller has dealt with them; one that was in flight before gets nothing."""
         queued = self._queued[0]
         results = self._readback.read(queued.place)  # the only wait for the device
+        failure = self._failure(queued.place)
         rows = [(i, r) for i, r in enumerate(self.batch) if not r.in_flight]
         for _, request in rows:
             request.in_flight = True
@@ -165,12 +177,21 @@ class DecodeLoop:
             drawn = Drawn(
                 max(result, -1),
                 result != NOT_FINITE,
+                failure,
                 ended,
                 logprob_of(queued.logprobs, i, result, num_top),
                 None if gaps is None else gaps[i],
             )
             found.append((request, drawn))
         return found
+
+    def _failure(self, place: int) -> str | None:
+        """Of the step whose results were just read."""
+        if self._words is None or self._health is None:
+            return None
+        failure = self._health.failure(self._words.read(place), self._size)
+        self._failed = self._failed or failure is not None
+        return failure
 
     def num_ahead(self, request: Request) -> int:
         """Queued steps that the request has a row in."""

@@ -18,14 +18,25 @@ from torch import Tensor
 from nanok3 import model
 from nanok3.cache import Cache
 from nanok3.config import WHOLE, ModelConfig, Shard
+from nanok3.graph import Health
 from nanok3.kernels.mega import fields
 from nanok3.kernels.mega.kernel import Program, Text
-from nanok3.kernels.mega.launch import Arguments, clear, launch_mega, stamps_of, workspace
+from nanok3.kernels.mega.launch import (
+    Arguments,
+    clear,
+    launch_mega,
+    stamps_of,
+    sync_of,
+    sync_part,
+    work_of,
+)
+from nanok3.kernels.mega.role import HEALTH, NEXT_SIGNAL, SYNC_SHIFT, WORDS
 from nanok3.kernels.mega.sizes import PASS, Sizes
 from nanok3.step import Buffers, Step
 from nanok3.weights import DenseWeights, LayerWeights, MoEWeights, Weights
 
-MAX_ROWS = PASS
+MAX_ROWS = PASS  # `config.MEGA_ROWS`
+MASK = 0xFFFFFFFF  # counters are unsigned
 
 
 class MegaError(RuntimeError):
@@ -240,13 +251,17 @@ class Space:
     """A program and what it writes to."""
 
     program: Program
+    place: int  # of its part of the sync area
     work: Tensor  # bytes
-    sync: Tensor  # bytes, see kernels/mega/role.py
     stamps: Tensor | None  # [SMs, events, 4] i32, of a program that has them
 
 
 class Mega:
-    """Runs steps of up to 8 rows of a rank; `whole`: embedding to logits, else layers only."""
+    """Runs steps of up to 8 rows of a rank; `whole`: embedding to logits, else layers only.
+
+    Steps of one row and of more are two programs, with counters and words of their own. All steps
+    run on one stream.
+    """
 
     def __init__(
         self,
@@ -264,10 +279,14 @@ class Mega:
         """w: packed (`packing.py`); layers: their numbers in the model, all of them if
         not given; options: of `Program`."""
         self.config, self.weights, self.cache, self.shard = config, w, cache, shard
+        self.numbers = list(range(len(w.layers)) if layers is None else layers)
         self._block_size, self._max_blocks = block_size, max_blocks
         self._whole, self._options = whole, options
         self._table, self._kept = table_of(config, w, cache, layers)
+        self.sync = sync_of(str(self._table.device))
+        self._spaces: list[Space] = []
         self.space = functools.cache(self._space)
+        self._last_rows = 1  # of the last step
 
     def _space(self, pass_rows: int) -> Space:
         device = self._table.device
@@ -275,7 +294,23 @@ class Mega:
         c, blocks = self.config, self._max_blocks
         sizes = sizes_of(c, self.shard, pass_rows, sms, self._block_size, blocks)
         program = program_of(c, sizes, self._whole, **self._options)
-        return Space(program, *workspace(program, str(device)), stamps_of(program, str(device)))
+        place, work = int(pass_rows > 1), work_of(program, str(device))
+        space = Space(program, place, work, stamps_of(program, str(device)))
+        self._spaces.append(space)
+        clear(self.sync, *(space.work for space in self._spaces))
+        return space
+
+    def refusal(self, most_rows: int) -> str:
+        """Why steps of up to so many rows cannot run; empty if they can. Takes their memory."""
+        try:
+            for rows in {1, min(most_rows, MAX_ROWS)}:
+                self.space_of(rows)
+        except AssertionError as error:  # what sizes and programs say of themselves
+            return str(error)
+        return ""
+
+    def space_of(self, num_rows: int) -> Space:
+        return self.space(1 if num_rows == 1 else PASS)
 
     def run(self, step: Step, buf: Buffers) -> None:
         """One launch. Logits go to `buf.logits_part`; with layers only, `buf.delta` is read and
@@ -284,7 +319,8 @@ class Mega:
         assert 1 <= tokens <= MAX_ROWS, f"{tokens} rows; the persistent kernel takes up to 8"
         assert step.block_table.shape[1] <= self._max_blocks and step.block_table.is_contiguous()
         assert isinstance(buf.streams, Tensor)
-        space = self.space(1 if tokens == 1 else PASS)
+        space = self.space_of(tokens)
+        self._last_rows = tokens
         if space.stamps is not None:
             space.stamps.zero_()
         arguments = Arguments(
@@ -305,23 +341,70 @@ class Mega:
             num_layers=len(self.weights.layers),
             num_blocks=self.cache.latent.shape[1] // self._block_size,
         )
-        launch_mega(space.program, space.work, space.sync, arguments, space.stamps)
+        sync = sync_part(self.sync, space.place)
+        launch_mega(space.program, space.work, sync, arguments, space.stamps)
+
+    # ---- waits that gave up ----
 
     def check(self) -> None:
-        """MegaError if a wait gave up since the last call; to be called when a step's results are
-        read. Afterwards the next step starts clean."""
-        for pass_rows in (1, PASS):
-            if self.space.cache_info().currsize:
-                space = self.space(pass_rows)
-                record = space.sync.view(torch.int32)[4:9].tolist()
-                if record[0]:
-                    clear(space.work, space.sync)
-                    raise MegaError(describe(space.program, record))
+        """MegaError if a wait gave up since the last call; waits for the device. Afterwards the
+        next step starts clean."""
+        health = self.health(rows=None)
+        failure = health.failure(health.words.tolist(), self._last_rows)
+        if failure is not None:
+            health.clear()
+            raise MegaError(failure)
+
+    def health(self, rows: int | None) -> Health:
+        """For a loop that looks at it after each step. rows: of a launch, if not the step's."""
+
+        def failure(words: list[int], num_rows: int) -> str | None:
+            space = self.space_of(rows or num_rows)
+            own = words[space.place * SYNC_SHIFT // 4 :]
+            return self.describe(space.program, own) if own[HEALTH // 4] else None
+
+        words = self.sync[: 2 * SYNC_SHIFT].view(torch.int32)
+        return Health(words, failure, self.clear)
+
+    def clear(self) -> None:
+        clear(self.sync, *(space.work for space in self._spaces))
+
+    def describe(self, program: Program, words: list[int]) -> str:
+        """What the first words of the sync area say after a step with a wait that gave up."""
+        op, cta, number, goal, seen = (w & MASK for w in words[HEALTH // 4 :][:5])
+        if op & WORDS:
+            return (
+                f"the persistent kernel gave up waiting: rank {self.shard.rank} of "
+                f"{self.shard.size}, CTA {cta}, op {program.op_names[(op & ~WORDS) - 1]}: words of "
+                f"epoch {goal % 256} expected, of {seen} seen; this step's results are dropped"
+            )
+        blocks = self.blocks(program)
+        first = (words[NEXT_SIGNAL // 4] - sum(len(program.signals[b]) for b, _ in blocks)) & MASK
+        where, buffer = place_of(program, blocks, (number - first) & MASK)
+        sms = program.sizes.sms
+        return (
+            f"the persistent kernel gave up waiting: rank {self.shard.rank} of {self.shard.size}, "
+            f"CTA {cta}, {where}, op {program.op_names[op - 1]}, buffer {buffer}: epoch "
+            f"{goal // sms} expected, {seen // sms} seen, and {seen % sms} of {sms} CTAs arrived "
+            "for the next; this step's results are dropped"
+        )
+
+    def blocks(self, program: Program) -> list[tuple[str, int | None]]:
+        """The blocks of a launch in order, as `program.signals` names them, and their layers."""
+        config, found = self.config, list[tuple[str, int | None]]()
+        for i in self.numbers:
+            found.append(("kda" if config.is_kda(i) else "mla", i))
+            found.append(("moe" if config.is_moe(i) else "dense", i))
+        return [("start", None), *found, ("head" if self._whole else "stop", None)]
 
 
-def describe(program: Program, record: list[int]) -> str:
-    op, cta, signal, goal, seen = record
-    return (
-        f"the persistent kernel gave up waiting: rank's CTA {cta} in {program.op_names[op - 1]}, "
-        f"signal {signal}: {goal} arrivals expected, {seen} seen; this step's results are dropped"
-    )
+def place_of(
+    program: Program, blocks: list[tuple[str, int | None]], offset: int
+) -> tuple[str, str]:
+    """-> (layer, buffer) of a signal, counted from a launch's first."""
+    for name, layer in blocks:
+        signals = program.signals[name]
+        if offset < len(signals):
+            return name if layer is None else f"layer {layer}", signals[offset]
+        offset -= len(signals)
+    return "layer not known", "not known"  # a later step's words

@@ -32,6 +32,7 @@ class Options:
     requests: int | None  # at once
     strict: bool
     show_config: bool
+    ops: str | None = None  # None: the faster one
     given: frozenset[str] = frozenset()  # of device and dtype, those that the person named
 
     @property
@@ -93,5 +94,6 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
         Setting("block_size", settings.block_size, BUILT_IN),
         Setting("prefill_chunk", settings.prefill_chunk, BUILT_IN),
         Setting("num_snapshots", settings.num_snapshots, BUILT_IN),
+        Setting("ops", settings.ops, said(options.ops is not None)),
         Setting("debug", settings.debug, BUILT_IN),
     ]

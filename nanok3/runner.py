@@ -6,6 +6,7 @@ drawn id, is for `scheduler.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nanok3 import model
-from nanok3.cache import Cache, CacheManager, allocate_cache
+from nanok3.cache import CacheManager, allocate_cache
 from nanok3.config import WHOLE, EngineConfig, ModelConfig
 from nanok3.decode import StateMemory, rows_between
-from nanok3.graph import Capture, Run, buckets
+from nanok3.graph import Capture, Health, Run, buckets
 from nanok3.loop import DecodeLoop
 from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
 from nanok3.request import Request
@@ -43,23 +44,36 @@ class Runner:
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
         self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
         self._prefill_ops, self._one_row_ops = PREFILL, REFERENCE
-        decode_with = self._buffers, REFERENCE if settings.strict else DECODE
+        max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
+        self.reading = "the reference ops"  # of decode steps, for people
+        health: Health | None = None
+        buffers = self._buffers
+        run: Callable[[Step, Buffers], None] = self._run_on_cpu
         if device != "cpu":
-            from nanok3.captured import kernel_decode  # here, for these bring CuTe DSL
+            from nanok3.captured import gpu_decode  # here, for these bring CuTe DSL
             from nanok3.prefill_ops import Prefill
 
-            decode_with = kernel_decode(config, settings)
+            decode = gpu_decode(config, weights, cache, settings, max_blocks)
+            buffers, run, health = decode.buffers, decode.forward, decode.health
+            self.reading = decode.reading
             prefill = Prefill(config, WHOLE, settings.prefill_chunk, device)
-            self._prefill_ops = self._one_row_ops = prefill.record(decode_with[1])
+            self._prefill_ops = self._one_row_ops = prefill.record(decode.chain)
         if settings.debug:  # an op that reads what nobody wrote shows up as NaN
             for tensor in vars(self._buffers).values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-        self.loop = self._decode_loop(cache, num_blocks, *decode_with)
+        memory = StateMemory(max_blocks, size, buffers.logits[: settings.max_num_reqs])
+        self.loop = self._decode_loop(memory, buffers, run, health)
 
-    def _decode_loop(self, cache: Cache, num_blocks: int, buffers: Buffers, ops: Ops) -> DecodeLoop:
+    def _decode_loop(
+        self,
+        memory: StateMemory,
+        buffers: Buffers,
+        run: Callable[[Step, Buffers], None],
+        health: Health | None,
+    ) -> DecodeLoop:
         """Of captured graphs on a GPU; on a CPU of the same functions, read at once."""
-        config, settings, device = self.config, self.settings, self.settings.device
-        most, size = settings.max_num_reqs, settings.block_size
+        settings, device = self.settings, self.settings.device
+        most = settings.max_num_reqs
         sizes, record = list(range(1, most + 1)), _as_it_is
         if device != "cpu":
             sizes, record = buckets(most), Capture()
@@ -70,16 +84,18 @@ class Runner:
             for begin in range(0, len(step.input_ids), height):
                 end = begin + height
                 part = rows_between(step, begin, end)
-                if device == "cpu":  # only the columns that are needed; a graph cannot know them
-                    columns = max(1, self.manager.blocks_for(int(part.positions.max()) + 1))
-                    part = replace(part, block_table=part.block_table[:, :columns])
                 own = {name: getattr(buffers, name)[begin:end] for name in LOGITS}
                 buf = replace(rows(buffers, height, height), **own)
-                model.forward(config, self.weights, cache, part, buf, ops)
+                run(part, buf)
 
-        max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
-        memory = StateMemory(max_blocks, size, buffers.logits[:most])
-        return DecodeLoop(memory, forward, sizes, record, runs_ahead=device != "cpu")
+        return DecodeLoop(memory, forward, sizes, record, device != "cpu", health)
+
+    def _run_on_cpu(self, step: Step, buf: Buffers) -> None:
+        """With only the columns of the block table that are needed; a graph cannot know them."""
+        columns = max(1, self.manager.blocks_for(int(step.positions.max()) + 1))
+        step = replace(step, block_table=step.block_table[:, :columns])
+        ops = REFERENCE if self.settings.strict else DECODE
+        model.forward(self.config, self.weights, self.manager.cache, step, buf, ops)
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
         """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""

@@ -111,6 +111,9 @@ class Scheduler:
     def _hand_out(self) -> None:
         """The ids of the oldest queued step."""
         for request, drawn in self._loop.read():
+            if drawn.failure is not None:  # in flight: its caches hold anything
+                request.finish("error", drawn.failure)
+                continue
             if not drawn.finite:  # it stays in flight: nobody may go on from these caches
                 request.finish("error", "the model's logits are not finite")
                 self._manager.forget(request.ids)

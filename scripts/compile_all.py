@@ -1,6 +1,6 @@
 """Compiles every kernel that k3-mini and K3 at TP8 and TP16 need, for all archs, without a GPU.
 
-    python scripts/compile_all.py [--arch sm_90a] [--table FILE]
+    python scripts/compile_all.py [--arch sm_90a] [--only mega] [--table FILE]
 
 One line a kernel and arch: seconds, registers, stack, static shared memory, local memory, if
 `cuobjdump` (package nvidia-cuda-cuobjdump) is on hand, else seconds only. The last line is a
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,19 @@ from nanok3.kernels import (  # noqa: E402
     rms_norm,
     route,
 )
+from nanok3.kernels.mega.kernel import Program, compile_mega  # noqa: E402
+from nanok3.mega_ops import sizes_of, texts  # noqa: E402
 from nanok3.packing import Packed, empty_weights  # noqa: E402
 
 MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
-KNOWN_STACK = {"mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes"}
+KNOWN_STACK = {
+    "mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes",
+    "mini mega 8 rows": "on Blackwell, 32 bytes; not looked into, none at the sizes of K3",
+}
 PASSES = (1, 8)  # rows of a pass that launchers ask for
 BLOCK_SIZE = 64
+MEGA_BLOCKS = 64  # of a request, in the persistent kernel
+SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 152}  # what the persistent kernel is cut for
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,17 @@ def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]
         yield named(f"prefill down {columns}", expert_prefill.compile_expert_prefill, many)
 
 
+def mega_variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]:
+    """The persistent kernel for a whole step."""
+
+    def compile_for(pass_rows: int, arch: str) -> Any:
+        sizes = sizes_of(config, shard, pass_rows, SMS[arch], BLOCK_SIZE, MEGA_BLOCKS)
+        return compile_mega(Program(sizes, texts(config), whole=True), arch)
+
+    for rows in PASSES:
+        yield Variant(f"{label} mega {rows} rows", partial(compile_for, rows))
+
+
 def resources(cubin: bytes, tool: str | None) -> dict[str, int]:
     """REG, STACK, SHARED and LOCAL of the kernel in a cubin."""
     if tool is None:
@@ -150,6 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--arch", action="append", choices=ARCHS, help="else all")
+    parser.add_argument("--only", default="", help="part of the names of kernels to compile")
     parser.add_argument("--table", type=Path, help="write the table there too")
     args = parser.parse_args()
     tool = find_tool()
@@ -158,7 +178,10 @@ def main() -> None:
         *variants("mini", mini, Shard(0, 1)),
         *variants("K3 TP8", K3, Shard(0, 8)),
         *variants("K3 TP16", K3, Shard(0, 16)),
+        *mega_variants("mini", mini, Shard(0, 1)),
+        *mega_variants("K3 TP16", K3, Shard(0, 16)),
     ]
+    wanted = [variant for variant in wanted if args.only in variant.name]
     lines, failed, start = [], 0, time.monotonic()
     for variant in wanted:
         for arch in args.arch or ARCHS:

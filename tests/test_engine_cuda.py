@@ -1,11 +1,13 @@
-"""The engine on a GPU: golden values, the CPU's ids, graphs against eager, changing company, and a
-loop that waits for nothing but results."""
+"""The engine on a GPU, through either reading of decode: golden values, the CPU's ids, graphs
+against eager, changing company, a loop that waits only for results, and a step that gives up."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from nanok3.config import EngineConfig
 from nanok3.engine import Engine
 from nanok3.graph import Capture, Run
-from nanok3.request import Request
+from nanok3.request import Request, Result
 from nanok3.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -54,17 +56,40 @@ def remember_captures() -> Iterator[None]:
     CAPTURED.clear()  # with the graphs
 
 
+@pytest.fixture(scope="module", params=["mega", "chain"])
+def ops(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def golden(tmp_path_factory: pytest.TempPathFactory, ops: str) -> Engine:
     path = tmp_path_factory.mktemp("golden")
     script = ROOT / "data" / "make_golden_k3.py"
     subprocess.run([sys.executable, str(script), "golden", str(path)], check=True)
-    return Engine.load(path, device="cuda", settings=EngineConfig(max_num_reqs=4, num_snapshots=0))
+    settings = EngineConfig(max_num_reqs=4, num_snapshots=0, ops=ops)
+    return Engine.load(path, device="cuda", settings=settings)
 
 
 @pytest.fixture(scope="module")
-def mini() -> Engine:
-    return Engine.load(MINI, device="cuda", settings=EngineConfig(max_num_reqs=8, num_snapshots=0))
+def mini(ops: str) -> Engine:
+    return load_mini(ops)
+
+
+def load_mini(ops: str, max_num_reqs: int = 8) -> Engine:
+    settings = EngineConfig(max_num_reqs=max_num_reqs, num_snapshots=0, ops=ops)
+    return Engine.load(MINI, device="cuda", settings=settings)
+
+
+def gap_where_they_part(found: Sequence[int], right: Result) -> float | None:
+    """Between the two best logits of `right`, asked for with logprobs; None for the same ids."""
+    pairs = enumerate(zip(found, right.token_ids, strict=False))
+    differs = [i for i, (a, b) in pairs if a != b]
+    if not differs:
+        return None
+    assert right.logprobs is not None
+    (_, first), (_, second) = right.logprobs[differs[0]].top
+    print(f"parts at {differs[0]}, gap {first - second:.3f}")
+    return first - second
 
 
 def first_logits(engine: Engine, request: Request) -> Tensor:
@@ -102,30 +127,93 @@ def test_mini_says_what_it_says_on_a_cpu(mini: Engine) -> None:
     for prompt in PROMPTS:
         params = SamplingParams(max_tokens=64, logprobs=2, **GREEDY)
         ours, right = mini.generate(prompt, params), cpu.generate(prompt, params)
-        pairs = enumerate(zip(ours.token_ids, right.token_ids, strict=False))
-        differs = [i for i, (a, b) in pairs if a != b]
-        same += not differs
-        if differs:
-            assert right.logprobs is not None
-            (_, first), (_, second) = right.logprobs[differs[0]].top
-            print(f"{prompt}: parts at {differs[0]}, gap {first - second:.3f}")
-            assert first - second < 0.6
+        gap = gap_where_they_part(ours.token_ids, right)
+        same += gap is None
+        assert gap is None or gap < 0.6
     print(f"{same} of {len(PROMPTS)} prompts have the same ids")
     assert same >= len(PROMPTS) // 2
 
 
-def test_changing_company_changes_nothing(mini: Engine) -> None:
-    """Requests of different lengths join and leave; each gets what it gets alone."""
+def test_readings_reply_the_same() -> None:
+    """One row a step and eight; the order of sums differs, so near ties may part."""
+    params = SamplingParams(max_tokens=64, logprobs=2, **GREEDY)
+    mega, chain = load_mini("mega"), load_mini("chain")
+    assert mega.reading == "the persistent kernel" and chain.reading == "the chain of kernels"
+    same = 0
+    for at_once in (1, 6):
+        for begin in range(0, len(PROMPTS), at_once):
+            requests = [
+                [engine.submit(p, params) for p in PROMPTS[begin : begin + at_once]]
+                for engine in (mega, chain)
+            ]
+            mega.run(requests[0])
+            chain.run(requests[1])
+            for found, right in zip(*requests, strict=True):
+                gap = gap_where_they_part(found.result().token_ids, right.result())
+                same += gap is None
+                assert gap is None or gap < 0.3
+    print(f"{same} of {2 * len(PROMPTS)} replies have the same ids")
+    assert same >= len(PROMPTS)
+
+
+def test_more_requests_than_the_persistent_kernel_takes() -> None:
+    """Steps of up to 8 rows by one reading, of more by the other, over the same caches."""
+    engine = load_mini("auto", max_num_reqs=12)
+    assert engine.reading == "the persistent kernel up to 8 rows, the chain of kernels above"
+    params = [SamplingParams(max_tokens=4 + 4 * i, logprobs=2, **GREEDY) for i in range(12)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(12)]
+    alone = [engine.generate(p, q) for p, q in zip(prompts, params, strict=True)]
+    requests = [engine.submit(p, q) for p, q in zip(prompts, params, strict=True)]
+    engine.run(requests)
+    for request, right in zip(requests, alone, strict=True):
+        gap = gap_where_they_part(request.result().token_ids, right)
+        assert gap is None or gap < 0.3
+
+
+def test_a_step_that_gave_up_ends_its_requests_and_the_next_ones_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counters are pushed to where no wait can find them."""
+    from nanok3 import captured
+
+    monkeypatch.setattr(captured, "Mega", partial(captured.Mega, limit=1 << 15))
+    engine = load_mini("mega", max_num_reqs=4)
+    params = SamplingParams(max_tokens=40, **GREEDY)
+    right = [engine.generate(p, params).token_ids for p in PROMPTS]
+    requests = [engine.submit(p, params) for p in PROMPTS[:3]]
+    while min(r.num_output for r in requests) < 5:
+        engine.step()
+    health = engine._runner.loop._health
+    assert health is not None
+    health.words[0::16] += 1 << 20  # the number of the next launch's first signal, of both programs
+    engine.run(requests)
+    others = [engine.submit(p, params) for p in PROMPTS[3:]]
+    engine.run(others)
+    for request in requests:
+        result = request.result()
+        assert result.finish_reason == "error" and result.error is not None
+        assert "rank 0 of 1, CTA " in result.error and "op kda, buffer kda_in" in result.error
+    print(requests[0].result().error)
+    for request, ids in zip(others, right[3:], strict=True):
+        assert request.result().error is None and request.result().token_ids[:8] == ids[:8]
+    assert engine.generate(PROMPTS[0], params).token_ids == right[0]
+
+
+def test_changing_company_changes_nothing(mini: Engine, ops: str) -> None:
+    """Requests of different lengths join and leave; each gets what it gets alone. The persistent
+    kernel adds up otherwise in a step of one row."""
     params = [SamplingParams(max_tokens=8 + 9 * i, **GREEDY) for i in range(len(PROMPTS))]
-    solo = [mini.generate(p, q).token_ids for p, q in zip(PROMPTS, params, strict=True)]
+    with_gaps = [replace(q, logprobs=2) for q in params]
+    solo = [mini.generate(p, q) for p, q in zip(PROMPTS, with_gaps, strict=True)]
     waiting = [mini.submit(p, q) for p, q in zip(PROMPTS[:2], params, strict=False)]
     for prompt, param in zip(PROMPTS[2:], params[2:], strict=True):
         for _ in range(5):
             mini.step()
         waiting.append(mini.submit(prompt, param))
     mini.run(waiting)
-    for request, ids in zip(waiting, solo, strict=True):
-        assert request.result().token_ids == ids
+    for request, right in zip(waiting, solo, strict=True):
+        gap = gap_where_they_part(request.result().token_ids, right)
+        assert gap is None or (ops == "mega" and gap < 0.3)
 
 
 # ---- the loop on the device ----
@@ -252,7 +340,7 @@ def jobs_with_ends(engine: Engine) -> list[SamplingParams]:
     ]
 
 
-def test_running_ahead_changes_no_reply(mini: Engine) -> None:
+def test_running_ahead_changes_no_reply(mini: Engine, ops: str) -> None:
     """Alone and together, every kind of end, against the same engine waiting for each step."""
     loop, alone, together = mini._runner.loop, [], []
     params = jobs_with_ends(mini)
@@ -267,12 +355,15 @@ def test_running_ahead_changes_no_reply(mini: Engine) -> None:
             loop.runs_ahead = True
     print(*((r.finish_reason, len(r.token_ids)) for r in alone[0]))
     assert alone[0] == alone[1]
-    assert together[0] == together[1] == [r.token_ids for r in alone[0]]
+    assert together[0] == together[1]
+    if ops == "chain":  # whose sums are in one order for any number of rows
+        assert together[0] == [r.token_ids for r in alone[0]]
 
 
-def test_what_is_kept_after_an_end_is_exact_when_running_ahead() -> None:
+def test_what_is_kept_after_an_end_is_exact_when_running_ahead(ops: str) -> None:
     """At a stop id and at the limit: the same ids and bits of caches as when waiting."""
-    engine = Engine.load(MINI, device="cuda", settings=EngineConfig(max_num_reqs=2, debug=True))
+    settings = EngineConfig(max_num_reqs=2, debug=True, ops=ops)
+    engine = Engine.load(MINI, device="cuda", settings=settings)
     loop, manager, kept = engine._runner.loop, engine._manager, []
     for runs_ahead in (False, True):
         loop.runs_ahead = runs_ahead
@@ -292,9 +383,9 @@ def test_what_is_kept_after_an_end_is_exact_when_running_ahead() -> None:
             check_equal(found, expected)
 
 
-def test_strict_mode_computes_rows_one_by_one() -> None:
+def test_strict_mode_computes_rows_one_by_one(ops: str) -> None:
     """In one graph: the same bits in company as alone."""
-    settings = EngineConfig(max_num_reqs=3, num_snapshots=0, strict=True)
+    settings = EngineConfig(max_num_reqs=3, num_snapshots=0, strict=True, ops=ops)
     engine = Engine.load(MINI, device="cuda", settings=settings)
     params = SamplingParams(max_tokens=8, logprobs=3, **GREEDY)
     prompts = [[5], [90, 91], [40, 41, 42]]

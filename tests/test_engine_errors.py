@@ -29,6 +29,8 @@ from nanok3 import runner as runner_module
 from nanok3.checkpoint import CheckpointError
 from nanok3.config import ConfigError, EngineConfig
 from nanok3.engine import Engine, RequestError
+from nanok3.graph import Health, Readback
+from nanok3.loop import PLACES
 from nanok3.request import Request, Result
 from nanok3.sampling import SamplingParams
 
@@ -431,4 +433,48 @@ def test_a_failure_in_one_requests_text_ends_that_one(in_finish: bool) -> None:
     assert bad.error == ("UnicodeError: bad end" if in_finish else "UnicodeError: bad text")
     assert bad.token_ids == right[1][0].token_ids[: len(bad.token_ids)]
     assert EOS not in bad.token_ids[:-1]
+    check_released(engine)
+
+
+# ---- kernels that gave up ----
+
+
+def watch(engine: Engine) -> torch.Tensor:
+    """Words that stand for what a device's kernels leave: a step fails while one is not zero."""
+    words = torch.zeros(2, dtype=torch.int32)
+
+    def failure(found: list[int], num_rows: int) -> str | None:
+        return f"gave up in a step of {num_rows} rows" if found[1] else None
+
+    def clear() -> None:
+        assert engine._runner.loop.num_queued == 0
+        words.zero_()
+
+    loop = engine._runner.loop
+    loop._health, loop._words = Health(words, failure, clear), Readback(words, PLACES)
+    return words
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_that_gave_up_ends_its_requests_and_no_others(runs_ahead: bool) -> None:
+    engine = make_engine(runs_ahead=runs_ahead, max_num_reqs=4)
+    words, expected = watch(engine), expected_ids()
+    running = start(engine)
+    long = job(ids_of(90, seed=1), greedy(4))  # it is still prefilled when the step fails
+    waiting = [submit(engine, long), submit(engine, JOBS[0])]
+    engine.step()
+    words[1] = 1  # of the next step that is queued, and all later ones
+    while not all(r.done for r in running):
+        engine.step()
+    for request, right in zip(running, expected, strict=True):
+        result = request.result()
+        assert result.finish_reason == "error" and result.error == "gave up in a step of 3 rows"
+        assert result.token_ids and result.token_ids == right[: len(result.token_ids)]
+    assert words.tolist() == [0, 0] and not waiting[0].done
+    check_invariants(engine)
+    again = [submit(engine, j) for j in JOBS]
+    follow(engine, [*waiting, *again])
+    assert waiting[0].result().token_ids == solo(long)[0].token_ids
+    assert waiting[1].result().token_ids == expected[0]
+    assert [r.result().token_ids for r in again] == expected
     check_released(engine)

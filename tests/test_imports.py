@@ -51,7 +51,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernel_ops": {"config", "reference", "kernels", "ops", "packing", "workspaces"},
     "prefill_ops": {"config", "reference", "kernels", "ops", "packing", "workspaces"},
     "rank_weights": {"config", "weights", "reference", "random_weights", "packing"},
-    "captured": {"config", "step", "ops", "kernel_ops"},
+    "mega_ops": {"config", "model", "graph", "kernels", "weights", "cache", "step"},
+    "captured": {
+        *("config", "model", "graph", "weights", "cache", "step", "ops", "kernel_ops", "mega_ops"),
+    },
     "device": set(),
     # text and ids
     "uniform": set(),
@@ -89,7 +92,7 @@ OTHERS: dict[str, set[str]] = {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
-        *("packing", "workspaces"),
+        *("packing", "workspaces", "mega_ops", "bench_layer"),
         *("weight_table", "random_weights", "grammar"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },
@@ -97,7 +100,7 @@ OTHERS: dict[str, set[str]] = {
     "llguidance": {"grammar"},
     "click": {"cli"},
     "cutlass": {"dsl", "comm", "kernels"},
-    "cuda": {"dsl", "comm", "kernels"},
+    "cuda": {"dsl", "comm", "kernels", "bench_layer"},
 }
 
 

@@ -62,3 +62,26 @@ def test_the_command_line_goes_first(model: Path, tmp_path: Path) -> None:
     expected |= {"device": "cpu", "dtype": "float32", "context": 300, "requests": 1}
     assert {n: found[n] for n in expected} == {n: (v, "command line") for n, v in expected.items()}
     assert "effort" not in found
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"ops": "eager"}, "ops: expected auto, mega or chain, found 'eager'"),
+        ({"ops": "mega"}, "ops: mega runs on a GPU only"),
+        ({"ops": "chain"}, "ops: chain runs on a GPU only"),
+        ({"ops": "mega", "device": "cuda", "max_num_reqs": 9}, "mega takes steps of up to 8"),
+        ({"ops": "mega", "device": "cuda", "max_num_reqs": 8}, ""),
+        ({"ops": "mega", "device": "cuda", "max_num_reqs": 9, "strict": True}, ""),
+        ({"ops": "auto", "device": "cuda", "max_num_reqs": 64}, ""),
+    ],
+)
+def test_ops_that_cannot_run_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    problems = EngineConfig(**settings).problems(tiny_config())
+    assert len(problems) == bool(sentence) and sentence in "".join(problems)
+
+
+def test_ops_are_in_force(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "hi", "--model", model, "--ops", "mega", "--device", "cpu"]
+    assert cli.run([str(part) for part in command]) != 0
+    assert "ops: mega runs on a GPU only" in capsys.readouterr().err

@@ -14,7 +14,6 @@ Archs    sm_90a, sm_100a, sm_103a; sm_90a has run.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +24,8 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from nanok3.dsl import compile_kernel, ld_relaxed_u32, st_relaxed_u32, st_shared_u32
-from nanok3.kernels.mega.attn_res import AttnRes
 from nanok3.kernels.mega import fields
+from nanok3.kernels.mega.attn_res import AttnRes
 from nanok3.kernels.mega.experts import Experts
 from nanok3.kernels.mega.kda import KDA
 from nanok3.kernels.mega.linear import Linear, partial_bytes
@@ -35,7 +34,6 @@ from nanok3.kernels.mega.ops import ComputeOps, LoadOps
 from nanok3.kernels.mega.role import FLIGHT, LIMIT, NEXT_SIGNAL, NEXT_TAG, PENDING, Signaller
 from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import (
-    MOST_STREAMS,
     PASS,
     RESERVED_BYTES,
     SHARED_BYTES,
@@ -102,6 +100,7 @@ class Program:
         self.sizes, self.texts, self.whole = sizes, texts, whole
         self.waits, self.stamps, self.limit, self.flight = waits, stamps, limit, flight
         self.op_names: list[str] = []
+        self.signals: dict[str, list[str]] = {}  # of each block, when traced: buffers in order
         self.attn_res = AttnRes(sizes)
         self.products = {name: Linear(sizes, p) for name, p in sizes.products.items()}
         self.units = units_of(sizes)
@@ -343,6 +342,9 @@ class Mega:
     def block(self, role, text: Text, name: str = ""):
         role.begin_block(name)
         text(role)
+        assert len(role.last) == role.signals, "a buffer is signalled once a block"
+        signals = self.program.signals.setdefault(name or text.__name__, list(role.last))
+        assert signals == list(role.last), "the roles disagree about signals"
         role.end_block()
 
 

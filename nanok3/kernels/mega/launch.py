@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanok3.dsl import address, arch_of, launch
 from nanok3.kernels.mega.kernel import Program, compile_mega
-from nanok3.kernels.mega.role import MOST_EVENTS, NEXT_TAG, SYNC_BYTES
+from nanok3.kernels.mega.role import MOST_EVENTS, NEXT_TAG, SYNC_BYTES, SYNC_SHIFT
 from nanok3.kernels.mega.sizes import MOST_STREAMS
 
 
@@ -37,20 +37,30 @@ class Arguments:
     num_blocks: int  # of the latent cache
 
 
-def workspace(program: Program, device: str) -> tuple[Tensor, Tensor]:
-    """-> (what CTAs exchange, counters): bytes."""
-    work = torch.empty(program.sizes.work_bytes, dtype=torch.uint8, device=device)
-    sync = torch.empty(SYNC_BYTES, dtype=torch.uint8, device=device)
-    clear(work, sync)
-    return work, sync
+def work_of(program: Program, device: str) -> Tensor:
+    """What CTAs exchange, bytes; `clear` before the first launch."""
+    return torch.empty(program.sizes.work_bytes, dtype=torch.uint8, device=device)
 
 
-def clear(work: Tensor, sync: Tensor) -> None:
+def sync_of(device: str) -> Tensor:
+    """Counters and numbers of two programs, one shifted against the other by SYNC_SHIFT, so that
+    what the host looks at lies together; `clear` before the first launch."""
+    return torch.empty(SYNC_BYTES + SYNC_SHIFT, dtype=torch.uint8, device=device)
+
+
+def sync_part(sync: Tensor, place: int) -> Tensor:
+    """Of program 0 or 1."""
+    return sync[place * SYNC_SHIFT :][:SYNC_BYTES]
+
+
+def clear(sync: Tensor, *works: Tensor) -> None:
     """As if there had been no launch: no word has a tag to come, counters and their numbers begin
-    anew. Queued on the current stream."""
-    work.zero_()
-    sync.zero_()
-    sync[NEXT_TAG] = 1  # a word that nobody wrote has tag 0
+    anew. Queued on the current stream. A program's words are its own, since tags that another
+    program uses up would let old words pass for new ones."""
+    for tensor in (sync, *works):
+        tensor.zero_()
+    for place in (0, 1):
+        sync_part(sync, place)[NEXT_TAG] = 1  # a word that nobody wrote has tag 0
 
 
 def stamps_of(program: Program, device: str) -> Tensor | None:
@@ -67,9 +77,16 @@ def launch_mega(
     program: Program, work: Tensor, sync: Tensor, a: Arguments, stamps: Tensor | None = None
 ) -> None:
     """On torch's current stream. A program's work and sync serve one launch at a time. stamps [SMs,
-    events, 4] i32: where a program with `stamps` leaves its clocks."""
+    events, 4] i32: where a program with `stamps` leaves its clocks. Raises ValueError for a grid
+    that the GPU cannot run at once: its CTAs would wait for each other for ever."""
     tokens, sizes = len(a.input_ids), program.sizes
     num_reqs, max_blocks = a.block_table.shape
+    there = torch.cuda.get_device_properties(work.device).multi_processor_count
+    if sizes.sms > there:
+        raise ValueError(
+            f"the persistent kernel was made for {sizes.sms} SMs and this GPU has {there}; make it "
+            "for the GPU that it runs on"
+        )
     assert 1 <= tokens <= sizes.pass_rows and tokens % num_reqs == 0
     assert (stamps is not None) == program.stamps
     assert work.nbytes >= sizes.work_bytes and sync.nbytes == SYNC_BYTES

@@ -70,6 +70,8 @@ LOOKS = 1024  # after so many, a look whether another wait has given up
 # gave up (5 words); then the counters
 NEXT_SIGNAL, NEXT_TAG, HEALTH, SYNC_HEAD = 0, 4, 16, 128
 SYNC_BYTES = SYNC_HEAD + COUNTERS * COUNTER_BYTES
+SYNC_SHIFT = 64  # from one program's sync area to another's: their counters lie between each other
+WORDS = 1 << 16  # in the record: what was waited for were words
 # events of a trace: an op begins; what it waited for is there; its part is written
 BEGIN, READY, DONE = 0, 1, 2
 MOST_EVENTS = 8192  # of a CTA and launch
@@ -201,17 +203,18 @@ class Role(Traced):
                 if ld_relaxed_u32(self.sync + HEALTH) != 0:
                     looks = Int32(self.program.limit)
         if Int32(seen - goal) < 0:
-            self.record(number, goal, seen)
+            self.record(number, goal, seen, 0)
 
     @cute.jit
-    def record(self, number: Uint32, goal: Uint32, seen: Uint32):
+    def record(self, number: Uint32, goal: Uint32, seen: Uint32, kind: cutlass.Constexpr[int]):
         """Unless there is one."""
         if ld_relaxed_u32(self.sync + HEALTH) == 0:
             st_relaxed_u32(self.sync + HEALTH + 4, Uint32(self.cta))
             st_relaxed_u32(self.sync + HEALTH + 8, number)
             st_relaxed_u32(self.sync + HEALTH + 12, goal)
             st_relaxed_u32(self.sync + HEALTH + 16, seen)
-            st_relaxed_u32(self.sync + HEALTH, Uint32(self.program.op_number(self.op) + 1))
+            op = self.program.op_number(self.op) + 1 | kind
+            st_relaxed_u32(self.sync + HEALTH, Uint32(op))
 
 
 def advance(position, at, slots):
@@ -359,7 +362,7 @@ class Compute(Role):
                 if ld_relaxed_u32(self.sync + HEALTH) != 0:
                     looks = Int32(self.program.limit)
         if (missing != Uint32(0)) & (self.lane == 0):
-            self.record(tag, tag, found[0] & Uint32(TAG))
+            self.record(tag, tag, found[0] & Uint32(TAG), WORDS)
         return found
 
 
@@ -373,7 +376,7 @@ def untagged(word):
 
 
 class Signaller(Role):
-    """The signalling warp: traces no text, it passes on what compute warps signal, in their order."""
+    """The signalling warp: it passes on what compute warps signal, in their order."""
 
     @cute.jit
     def run(self):
