@@ -51,11 +51,11 @@ def prefilled(engine: Engine) -> dict[str, Tensor]:
 
 def decoded(engine: Engine) -> dict[str, Tensor]:
     """The same ids one by one through the kernels of decode."""
-    from nanok3.captured import kernel_decode
+    from nanok3.kernel_ops import Kernels
 
     request, slots = admitted(engine)
     assert request.slot is not None
-    _, kernels = kernel_decode(engine.config, engine.settings)
+    kernels = Kernels(engine.config, engine.settings.max_num_reqs, engine.settings.device).record()
     for _ in IDS:
         engine._runner._forward([request], 1, 1, kernels)
         request.num_cached += 1

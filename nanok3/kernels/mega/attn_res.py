@@ -12,11 +12,11 @@ Then  x = (alpha prefix + beta p) rstd norm,  alpha, beta, rstd from five number
     Z = sum_i e^(a_i - m);  a_p from p . score and p . p;  the mean square of the mix from
     prefix . prefix, prefix . p, p . p
 
-step                what                                             words         read by
-`score_ahead`       a_i of the next op, a (row, stream) pair a CTA   scores        `prepare`, `stage`
-`prepare`           prefix of the next op, own columns
-`update`            p, and the sums over own columns                 mixed, stats  `stage`
-`stage`             x of a K slice, to shared memory, by the product that reads x
+step            what                                          words         read by
+`score_ahead`   a_i of the next op, a (row, stream) a CTA     scores        `prepare`, `stage`
+`prepare`       prefix of the next op, own columns
+`update`        p, and the sums over own columns              mixed, stats  `stage`
+`stage`         x of a K slice, to shared memory, by the product that reads x
 
 Waits    none: `stage` and `prepare` look at words until they are there (`role`).
 Rounding p to bf16; prefix and sums to 16 bits of mantissa, where words carry a tag; the normalised

@@ -215,9 +215,7 @@ class Linear(Traced):
             at = r.take() + mine * (product.part_blocks * BLOCK_BYTES) + r.lane * 16
             for i in cutlass.range_constexpr(-(-blocks // self.parts)):
                 block = part + i * self.parts
-                if const_expr((i + 1) * self.parts <= blocks):
-                    self.block(at + block * BLOCK_BYTES, x_at + (first + block) * (2 * BLOCK), c)
-                elif block < blocks:
+                if const_expr((i + 1) * self.parts <= blocks) or block < blocks:
                     self.block(at + block * BLOCK_BYTES, x_at + (first + block) * (2 * BLOCK), c)
             r.release()
         to = partial + ((mine * self.parts + part) * self.sizes.pass_rows * TILE + row) * 4

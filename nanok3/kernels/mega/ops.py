@@ -443,8 +443,7 @@ class ComputeOps(Compute):
         for base in cutlass.range(0, attn_res.values, THREADS, unroll=1):
             index = cutlass.min(base + self.tid, attn_res.values - 1)
             row = cutlass.min(index // TILE % sizes.pass_rows, self.num_tokens - 1)
-            column, there = attn_res.column(self, index)
-            column = cutlass.min(column, sizes.hidden - 1)
+            column = cutlass.min(attn_res.column(self, index)[0], sizes.hidden - 1)
             own = cutlass.min(cutlass.max(column - sizes.up_first, 0), sizes.up_rows - 1)
             at = self.buffer("latent_up") + Int64(row * product.rows + own) * 4
             step = sizes.pass_rows * product.rows * 4

@@ -1,8 +1,8 @@
 """What a warp of the persistent kernel has: its place, the ring, fields of weights, the hand-offs.
 
-A CTA is WARPS compute warps, a loader warp and a signalling warp. The first two kinds trace the same
-text: `Loader` asks for the weights of each op, `Compute` uses them, so they cannot disagree about
-the order of the ring.
+A CTA is WARPS compute warps, a loader warp and a signalling warp. The first two kinds trace the
+same text: `Loader` asks for the weights of each op, `Compute` uses them, so they cannot disagree
+about the order of the ring.
 
 Fields    a layer's weights and caches are addresses, one row of a table in global memory; lane l
           of every warp holds entry l of the current layer, and of the next one, asked for early.
@@ -52,9 +52,9 @@ from nanok3.dsl import (
     ld_shared_u32,
     red_add_release,
     st_global_u32x4,
+    st_relaxed_u32,
     st_shared_u32,
     tree,
-    st_relaxed_u32,
 )
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS
@@ -66,8 +66,8 @@ FLIGHT = 2  # chunks that the loader keeps in flight; further slots hold data th
 LIMIT = 1 << 22  # looks at a counter: about 2 s
 TAG = 0xFF  # bits of a word
 LOOKS = 1024  # after so many, a look whether another wait has given up
-# words of the sync area: the numbers of the next launch's first signal and first tag, the record of a wait that
-# gave up (5 words); then the counters
+# bytes in the sync area: the numbers of the next launch's first signal and first tag, the record of
+# a wait that gave up (5 words); then the counters
 NEXT_SIGNAL, NEXT_TAG, HEALTH, SYNC_HEAD = 0, 4, 16, 128
 SYNC_BYTES = SYNC_HEAD + COUNTERS * COUNTER_BYTES
 SYNC_SHIFT = 64  # from one program's sync area to another's: their counters lie between each other
