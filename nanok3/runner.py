@@ -14,11 +14,12 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import Cache, CacheManager, allocate_cache
-from nanok3.config import WHOLE, EngineConfig, ModelConfig
+from nanok3.comm.exchange import Exchange
+from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory, rows_between
 from nanok3.graph import Capture, Run, buckets
 from nanok3.loop import DecodeLoop
-from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
+from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops, between_ranks
 from nanok3.request import Request
 from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
@@ -28,7 +29,14 @@ DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
 
 
 class Runner:
-    def __init__(self, config: ModelConfig, weights: Weights, settings: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        settings: EngineConfig,
+        shard: Shard = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> None:
         """weights: packed (`packing.py`) on a GPU, of the settings' dtype on a CPU."""
         self.config = config
         self.settings = settings
@@ -37,13 +45,15 @@ class Runner:
         per_request = -(-min(DEFAULT_CONTEXT, config.max_position_embeddings) // size)
         num_blocks = settings.num_blocks or settings.max_num_reqs * per_request
         cache = allocate_cache(  # one slot and one block more than anyone gets: trash
-            config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device
+            config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device, shard
         )
         self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
-        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
-        self._prefill_ops, self._one_row_ops = PREFILL, REFERENCE
-        decode_with = self._buffers, REFERENCE if settings.strict else DECODE
+        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device, shard)
+        one_row = between_ranks(REFERENCE, exchange)
+        self._prefill_ops, self._one_row_ops = between_ranks(PREFILL, exchange), one_row
+        decode_ops = one_row if settings.strict else between_ranks(DECODE, exchange)
+        decode_with = self._buffers, decode_ops
         if device != "cpu":
             from nanok3.captured import kernel_decode  # here, for these bring CuTe DSL
             from nanok3.prefill_ops import Prefill

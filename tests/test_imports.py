@@ -53,6 +53,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rank_weights": {"config", "weights", "reference", "random_weights", "packing"},
     "captured": {"config", "step", "ops", "kernel_ops"},
     "device": set(),
+    "exits": set(),
+    # ranks as processes
+    "launch": {"comm", "exits"},
+    "lockstep": {"comm", "exits", "request", "sampling"},
+    "join": {"comm", "config", "launch", "lockstep", "plan"},
     # text and ids
     "uniform": set(),
     "sampling": {"uniform"},
@@ -80,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("weight_table", "weights", "packing"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
         "comm",
+        *("join", "lockstep"),
     },
 }
 
@@ -91,6 +97,7 @@ OTHERS: dict[str, set[str]] = {
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
         *("packing", "workspaces"),
         *("weight_table", "random_weights", "grammar"),
+        *("join", "launch"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },
     "tokenizers": {"tokenizer"},
