@@ -32,7 +32,8 @@ class Options:
     requests: int | None  # at once
     strict: bool
     show_config: bool
-    given: frozenset[str] = frozenset()  # of device and dtype, those that the person named
+    gpus: int = 1
+    given: frozenset[str] = frozenset()  # of device, dtype and gpus, those that the person named
 
     @property
     def model_dir(self) -> Path:
@@ -85,6 +86,7 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
         Setting("model", model, said(options.model is not None)),
         Setting("device", settings.device, said("device" in options.given)),
         Setting("dtype", settings.dtype, said("dtype" in options.given)),
+        Setting("gpus", settings.gpus, said("gpus" in options.given)),
         Setting("threads", torch.get_num_threads(), DERIVED),
         Setting("strict", settings.strict, said(options.strict)),
         Setting("context", engine.max_context, said(options.context is not None, DERIVED)),
