@@ -34,6 +34,24 @@ from nanok3.checkpoint_check import TensorSpec as TensorSpec
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 READ_AHEAD_BYTES = 512 << 20
 LARGE_BYTES = 1 << 20
+PAGE_BYTES = 4096  # what a disk reads at least
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows (axis 0) or columns (axis 1) of a tensor that a rank keeps."""
+
+    axis: int
+    begin: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(self.axis, self.begin, self.end - self.begin)
+
+
+def whole_tensor(name: str, spec: TensorSpec) -> Part | None:
+    """The part of every tensor where nothing is split."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,7 @@ class Checkpoint:
         names: Sequence[str],
         consume: Callable[[str, Tensor], None],
         *,
+        part_of: Callable[[str, TensorSpec], Part | None] = whole_tensor,
         progress: Callable[[int, int], None] | None = None,  # (bytes done, bytes in all)
         workers: int = 4,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
@@ -109,8 +128,12 @@ class Checkpoint:
 
         `workers` threads read ahead meanwhile: at most `read_ahead_bytes`, or one tensor if that
         is larger, beside the one being consumed. A file is open from the first read to the last.
+        `part_of` says what `consume` gets of a tensor, None for all; no other bytes are read but
+        those of pages that are needed anyway.
         """
-        bytes_total = sum(self.specs[name].nbytes for name in names)
+        parts = {name: part_of(name, self.specs[name]) for name in names}
+        sizes = {name: part_bytes(self.specs[name], part) for name, part in parts.items()}
+        bytes_total = sum(sizes.values())
         bytes_done = bytes_ahead = 0
         waiting = deque(names)
         ahead: deque[Future[Tensor]] = deque()
@@ -122,28 +145,28 @@ class Checkpoint:
             nonlocal bytes_ahead
             while waiting:
                 name = waiting[0]
-                if ahead and bytes_ahead + self.specs[name].nbytes > read_ahead_bytes:
+                if ahead and bytes_ahead + sizes[name] > read_ahead_bytes:
                     break
                 number, begin = self.places[name]
                 path = self.model_dir / self.files[number]
                 if number not in descriptors:
                     descriptors[number] = open_file(path)
-                args = descriptors[number], path, begin, self.specs[name]
-                ahead.append(pool.submit(read_tensor, *args))
-                bytes_ahead += self.specs[name].nbytes
+                args = descriptors[number], path, begin, self.specs[name], parts[name]
+                ahead.append(pool.submit(read_part, *args))
+                bytes_ahead += sizes[name]
                 waiting.popleft()
 
         try:
             read_on()
             for name in names:
                 tensor = ahead.popleft().result()
-                bytes_ahead -= tensor.nbytes
+                bytes_ahead -= sizes[name]
                 number = self.places[name][0]
                 reads_left[number] -= 1
                 if reads_left[number] == 0:
                     os.close(descriptors.pop(number))
                 read_on()  # so that the threads are busy while this tensor is consumed
-                bytes_done += tensor.nbytes
+                bytes_done += sizes[name]
                 consume(name, tensor)
                 del tensor  # or it would live on while the next one is waited for
                 if progress is not None:
@@ -154,22 +177,56 @@ class Checkpoint:
                 os.close(descriptor)
 
 
+def part_bytes(spec: TensorSpec, part: Part | None) -> int:
+    """Of the bytes of a tensor, those that this part is."""
+    return (
+        spec.nbytes
+        if part is None
+        else spec.nbytes * (part.end - part.begin) // spec.shape[part.axis]
+    )
+
+
+def read_part(
+    descriptor: int, path: Path, begin: int, spec: TensorSpec, part: Part | None
+) -> Tensor:
+    """The part of a tensor whose bytes begin at `begin` of an open file."""
+    if part is None:
+        return read_tensor(descriptor, path, begin, spec)
+    count, row_bytes = part.end - part.begin, spec.nbytes // spec.shape[0]
+    if part.axis == 0:
+        rows = TensorSpec((count, *spec.shape[1:]), spec.dtype)
+        return read_tensor(descriptor, path, begin + part.begin * row_bytes, rows)
+    own_bytes = row_bytes * count // spec.shape[1]
+    if own_bytes < PAGE_BYTES:  # the disk reads all of it in any case
+        return part.of(read_tensor(descriptor, path, begin, spec)).contiguous()
+    raw = empty_bytes(own_bytes * spec.shape[0])
+    first = begin + row_bytes * part.begin // spec.shape[1]
+    for i, row in enumerate(raw.view(-1, own_bytes)):
+        read_bytes(descriptor, path, first + i * row_bytes, row)
+    return raw.view(DTYPES[spec.dtype]).view(spec.shape[0], count)
+
+
 def read_tensor(descriptor: int, path: Path, begin: int, spec: TensorSpec) -> Tensor:
     """The tensor whose bytes begin at `begin` of an open file."""
     raw = empty_bytes(spec.nbytes)
+    read_bytes(descriptor, path, begin, raw)
+    return raw.view(DTYPES[spec.dtype]).view(spec.shape)
+
+
+def read_bytes(descriptor: int, path: Path, begin: int, raw: Tensor) -> None:
+    """Fills `raw` [n] u8 from byte `begin` on."""
     view = raw.numpy().data
     done = 0
     try:
-        while done < spec.nbytes:  # one call reads at most 2 GiB
+        while done < raw.nbytes:  # one call reads at most 2 GiB
             count = os.preadv(descriptor, [view[done:]], begin + done)
             if count == 0:
-                found = f"{path.name}: expected bytes up to {begin + spec.nbytes}, the file ends at"
+                found = f"{path.name}: expected bytes up to {begin + raw.nbytes}, the file ends at"
                 changed = "it has changed since its header was read"
                 raise CheckpointError(path.parent, [f"{found} {begin + done}; {changed}"])
             done += count
     except OSError as error:
         raise unreadable(path, error) from error
-    return raw.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
 def empty_bytes(nbytes: int) -> Tensor:

@@ -67,6 +67,13 @@ COMMON = (
     ),
     click.option("--context", type=click.IntRange(1), help="Tokens of prompt and reply, at most."),
     click.option("--requests", type=click.IntRange(1), help="How many run at once."),
+    click.option(
+        "--gpus",
+        type=click.Choice([str(n) for n in TP_SIZES]),
+        default="1",
+        show_default=True,
+        help="Processes that share the model, with --device cpu too.",
+    ),
     click.option("--strict", is_flag=True, help="A reply never depends on its company; slower."),
     click.option(
         "--ops",
@@ -394,11 +401,13 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     thinking = None if given["thinking"] is None else given["thinking"] == "on"
     others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "ops")
     said = click.get_current_context().get_parameter_source
-    named = frozenset(n for n in ("device", "dtype") if said(n) is ParameterSource.COMMANDLINE)
+    fixed = ("device", "dtype", "gpus")
+    named = frozenset(n for n in fixed if said(n) is ParameterSource.COMMANDLINE)
     given["dtype"] = given["dtype"] or default_dtype(given["device"])
     return {
         "sampling": sampling,
         "thinking": thinking,
+        "gpus": int(given["gpus"]),
         "given": named,
         **{name: given[name] for name in (*others, "show_config")},
     }

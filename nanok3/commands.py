@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -24,12 +25,25 @@ from nanok3.batch_input import InputError
 from nanok3.chat_session import ChatSession, follow
 from nanok3.check import check_model
 from nanok3.checkpoint import CheckpointError
+from nanok3.comm.exchange import PeerLost
 from nanok3.config import K3, TP_SIZES, EngineConfig, Shard, default_dtype, load_config
 from nanok3.console import Interrupts, Printer, note, parse_json, read_file, write_out
 from nanok3.content_hash import StateError
 from nanok3.device import device_problems
 from nanok3.engine import Engine, RequestError
-from nanok3.exits import DIFFERS, DONE, FAILED, INTERRUPTED, MODEL, PARTIAL, REQUEST, USAGE, Refused
+from nanok3.exits import (
+    DIFFERS,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    LOST,
+    MODEL,
+    PARTIAL,
+    REQUEST,
+    USAGE,
+    Refused,
+)
+from nanok3.join import too_many
 from nanok3.options import PACKAGED_MODEL, settings_in_force
 from nanok3.options import Options as Options
 from nanok3.packing import layout_problems
@@ -56,6 +70,16 @@ MAX_PROBLEMS = 20
 CHECK_STATE = "nanok3-check.jsonl"  # where `check --hash` keeps finished files, if not told
 
 
+@contextmanager
+def _peers_lost() -> Iterator[None]:
+    """The loss of a rank becomes Refused."""
+    try:
+        yield
+    except PeerLost as error:
+        raise Refused(LOST, str(error)) from error
+
+
+@_peers_lost()
 def chat(options: Options, record: Path | None = None) -> int:
     if record is not None:
         check_free(record)
@@ -78,6 +102,7 @@ def chat(options: Options, record: Path | None = None) -> int:
             raise Refused(REQUEST, str(error)) from error
 
 
+@_peers_lost()
 def generate(
     options: Options,
     prompt: str | list[Any],
@@ -116,6 +141,7 @@ def generate(
     return INTERRUPTED if result.finish_reason == "cancelled" else DONE
 
 
+@_peers_lost()
 def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) -> int:
     """Runs the records of a file again: DONE if all replies are as they were, else DIFFERS."""
     try:
@@ -189,6 +215,8 @@ def batch(
         raise Refused(USAGE, str(error)) from error
     except KeyboardInterrupt:
         raise Refused(INTERRUPTED, f"stopped at once; {how}") from None
+    except PeerLost as error:
+        raise Refused(LOST, f"{error}\n{how}") from error
     if counts.interrupted:
         waiting = f", {counts.waiting} more wait in the journal" if counts.waiting else ""
         raise Refused(INTERRUPTED, f"interrupted after {counts.done} lines{waiting}; {how}")
@@ -341,6 +369,8 @@ def load(options: Options, *, is_single: bool) -> Engine:
     if problems := SamplingParams(**options.sampling).problems():
         raise Refused(USAGE, "; ".join(problems))
     _check_device(options.device, options.dtype)
+    if advice := too_many(options.device, options.gpus, sys.argv[1:]):
+        raise Refused(USAGE, advice)
     with _model_refused(options.model_dir):
         engine = Engine.load(
             options.model_dir,
@@ -373,6 +403,8 @@ def _model_refused(model_dir: Path) -> Iterator[None]:
     """What loading raises becomes Refused: a line where one thing is wrong, else a line a thing."""
     try:
         yield
+    except PeerLost:
+        raise
     except CheckpointError as error:
         problems = error.problems[:MAX_PROBLEMS]
         if len(problems) < len(error.problems):
@@ -409,6 +441,7 @@ def _settings(options: Options, is_single: bool) -> EngineConfig:
         max_num_reqs=num_reqs,
         num_blocks=num_blocks,
         max_context=context,
+        gpus=options.gpus,
         strict=options.strict,
         ops=options.ops or base.ops,
     )

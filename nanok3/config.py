@@ -236,6 +236,7 @@ class EngineConfig:
     max_context: int | None = None  # tokens of prompt and reply; None: what the blocks can hold
     prefill_chunk: int = 256  # prompt tokens of a request in one step, at most
     num_snapshots: int = 4  # finished prompts and replies kept to go on from
+    gpus: int = 1  # ranks that share the model: processes, on a CPU too
     strict: bool = False  # rows one by one: a request's bits do not depend on its company
     ops: str = "auto"  # of decode on a GPU: "mega" (one launch a step), "chain", or the faster one
     debug: bool = False  # check owners before each step, poison what was freed
@@ -256,6 +257,14 @@ class EngineConfig:
             (
                 self.dtype not in ("float32", "bfloat16", "float64"),
                 f"dtype: expected float32, bfloat16 or float64, found {self.dtype!r}",
+            ),
+            (
+                self.gpus not in TP_SIZES,
+                f"gpus: expected {', '.join(map(str, TP_SIZES))}, found {self.gpus}",
+            ),
+            (
+                self.gpus > 1 and self.device != "cpu",
+                f"gpus: ranks exchange on a CPU only so far, so expected 1, found {self.gpus}",
             ),
             (
                 self.max_num_reqs < 1,

@@ -11,7 +11,8 @@ or on how its prompt was cut. Otherwise rows share products and the last bits ma
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,17 +24,20 @@ from torch import Tensor
 from nanok3.channels import STOP_TOKENS
 from nanok3.chat import DEFAULT_EFFORT, render
 from nanok3.checkpoint import Checkpoint
+from nanok3.comm.exchange import Exchange
 from nanok3.config import (
     WHOLE,
     EngineConfig,
     GenerationDefaults,
     ModelConfig,
+    Shard,
     default_dtype,
     load_config,
     load_generation_defaults,
 )
 from nanok3.device import device_problems
 from nanok3.grammar import Grammar, TokenTable, build_grammar
+from nanok3.lockstep import Leader, Moves, Submit, follow
 from nanok3.messages import read_messages, read_tools
 from nanok3.packing import Places, empty_weights, layout_problems, packed_weights
 from nanok3.plan import make_plan, summary
@@ -66,14 +70,19 @@ class Engine:
         tokenizer: Tokenizer | None,
         settings: EngineConfig,
         defaults: GenerationDefaults,
+        shard: Shard = WHOLE,
+        exchange: Exchange | None = None,
     ) -> None:
+        """shard, exchange: of a rank with peers, which `load` lets lead or follow them."""
         self.config = config
         self.tokenizer = tokenizer
         self.settings = settings
         self.defaults = defaults
-        self._runner = Runner(config, weights, settings)
+        self._runner = Runner(config, weights, settings, shard, exchange)
         self._manager = self._runner.manager
         self._scheduler = Scheduler(self._runner)
+        self._leader: Leader | None = None  # of other ranks
+        self._end_ranks: Callable[[], object] | None = None
 
     @classmethod
     def load(
@@ -84,6 +93,7 @@ class Engine:
         dtype: str | None = None,
         settings: EngineConfig | None = None,
         progress: Progress | None = None,
+        gpus: int | None = None,
     ) -> Engine:
         """The model of a checkpoint directory, ready to run.
 
@@ -91,23 +101,30 @@ class Engine:
         device: "cpu", "cuda" or "cuda:N" (Hopper or later; decodes from captured graphs).
         dtype: "float32", "bfloat16" or "float64", of weights and activations; else float32 on a
         CPU and bfloat16, the only one there, on a GPU.
-        settings: everything else; its device and dtype give way to the arguments.
+        settings: everything else; its device, dtype and gpus give way to the arguments.
+        gpus: processes that share the model, on a CPU too (there by memory of one machine). This
+        one starts the others, unless torchrun or srun has started all of them; then only rank 0
+        returns from here, and the others follow it to their ends.
         Raises FileNotFoundError, ConfigError, CheckpointError or ValueError, with every reason at
         once, before a weight is read. Without a tokenizer file only prompts of ids can be served.
+        Raises PeerLost, here and later, when another rank is gone; the engine is then of no use.
         """
         path = Path(path)
         dtype = dtype or default_dtype(device)
         settings = replace(settings or EngineConfig(), device=device, dtype=dtype)
+        settings = replace(settings, gpus=gpus or settings.gpus)
         if not path.is_dir():
             raise FileNotFoundError(
                 f"{path}: no such directory; name one that holds a K3 checkpoint"
             )
         config = load_config(path)
         problems = settings.problems(config)
+        shard = WHOLE if problems else Shard(0, settings.gpus)  # all need the same
+        problems += shard.problems(config)
         if device != "cpu":
-            problems += layout_problems(config, WHOLE)
+            problems += layout_problems(config, shard)
         if not problems:
-            planned = make_plan(config, WHOLE, settings)
+            planned = make_plan(config, shard, settings)
             problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
         if problems:
             raise ValueError("\n".join(problems))
@@ -121,14 +138,38 @@ class Engine:
         tables = {form: expected_tensors(config, form) for form in ("mxfp4", "bf16")}
         drafts_from = config.num_hidden_layers if config.num_nextn_predict_layers else None
         checkpoint = Checkpoint.open(path, tables, skip_layers_from=drafts_from)
-        # On a GPU every tensor goes from the file to its place in the kernels' layouts.
-        places = empty_weights(config, WHOLE, device) if device != "cpu" else Places()
-        filler = Filler(config, DTYPES[dtype], device, puts=places.puts)
         names = checkpoint.in_file_order(checkpoint.specs)
-        checkpoint.load(names, filler.take, progress=progress)
-        fields = (places.packed | filler.finish()).__getitem__
-        weights = build(config, fields) if device == "cpu" else packed_weights(config, fields)
-        return cls(config, weights, tokenizer, settings, defaults)
+
+        def engine_of(settings: EngineConfig, shard: Shard, exchange: Exchange | None) -> Engine:
+            # On a GPU every tensor goes from the file to its place in the kernels' layouts.
+            places = empty_weights(config, shard, device) if device != "cpu" else Places()
+            filler = Filler(config, DTYPES[dtype], device, shard, puts=places.puts)
+            shown = progress if shard.rank == 0 else None
+            checkpoint.load(names, filler.take_part, part_of=filler.part_of, progress=shown)
+            fields = (places.packed | filler.finish()).__getitem__
+            if device == "cpu":
+                weights = build(config, fields, shard)
+            else:
+                weights = packed_weights(config, fields)
+            return cls(config, weights, tokenizer, settings, defaults, shard, exchange)
+
+        if settings.gpus == 1:
+            return engine_of(settings, WHOLE, None)
+        from nanok3.join import agree, join  # here, for few need it
+
+        group = join(path, settings)
+        try:
+            settings = agree(group, path, config, settings)
+            engine = engine_of(settings, group.shard, group.exchange())
+            group.loaded()
+        except BaseException as error:
+            group.fail(error)
+            raise
+        if group.shard.rank > 0:
+            follow(group.host, engine._moves())
+        engine._leader = Leader(group.host)
+        engine._end_ranks = weakref.finalize(engine, group.end, engine._leader)
+        return engine
 
     # ---- public: prompts in, results out ----
 
@@ -207,6 +248,11 @@ class Engine:
         """
         ids = list(token_ids)
         self._check_ids(ids, self.max_context)
+        if self._leader is None:
+            return self._logits(ids)
+        return self._leader.logits(ids, lambda: self._logits(ids))
+
+    def _logits(self, ids: list[int]) -> Tensor:
         request = Request(ids, SamplingParams(), frozenset(), 1, None, None)
         taken = self._manager.admit([], len(ids))
         if taken is None:
@@ -299,6 +345,8 @@ class Engine:
         """
         request = self._request(list(ids), params, thinking, grammar)
         self._scheduler.waiting.append(request)
+        if self._leader is not None:
+            self._leader.submit(request, thinking)
         return request
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -308,7 +356,14 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request now; its partial output stays readable. Nothing happens if it is done."""
+        if self._leader is not None:
+            self._leader.cancel(request)
         self._scheduler.cancel(request)
+
+    def close(self) -> None:
+        """Lets the other ranks end, if there are any, as the end of the program does."""
+        if self._end_ranks is not None:
+            self._end_ranks()
 
     @property
     def reading(self) -> str:
@@ -328,9 +383,35 @@ class Engine:
 
     def step(self) -> None:
         """Moves every request on: prompts by a chunk of one of them, replies by an id each."""
-        self._scheduler.step()
+        if self._leader is None:
+            self._scheduler.step()
+        else:
+            self._leader.step(self._scheduler.step)
 
     # ---- inside ----
+
+    def _moves(self) -> Moves:
+        """What a rank does when rank 0 says so."""
+        return Moves(self._take_up, self.cancel, self._scheduler.step, self._logits)
+
+    def _take_up(self, sent: Submit) -> Request:
+        """A request of rank 0's, as it is there."""
+        grammar, table = None, self._token_table if sent.grammar is not None else None
+        if table is not None and sent.grammar is not None:
+            matcher = table.matcher(sent.grammar)
+            grammar = Grammar(table, matcher, bool(sent.thinking), sent.grammar)
+        request = Request(
+            sent.ids,
+            sent.params,
+            sent.stop_ids,
+            sent.max_tokens,
+            self.tokenizer,
+            sent.thinking,
+            grammar,
+        )
+        request.gaps = [] if sent.keeps_gaps else None
+        self._scheduler.waiting.append(request)
+        return request
 
     @cached_property
     def _token_table(self) -> TokenTable:

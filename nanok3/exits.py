@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DONE, FAILED, USAGE, MODEL, REQUEST, OUTPUT, PARTIAL, DIFFERS = range(8)
+DONE, FAILED, USAGE, MODEL, REQUEST, OUTPUT, PARTIAL, DIFFERS, LOST = range(9)
 INTERRUPTED, PIPE = 130, 141  # as shells report SIGINT and SIGPIPE
 
 EXIT_CODES = {
@@ -14,6 +14,7 @@ EXIT_CODES = {
     OUTPUT: "output cannot be written: it exists, or the disk is full",
     PARTIAL: "batch: every line has a record, some of them an error",
     DIFFERS: "replay: a reply is not the recorded one",
+    LOST: "a rank of several has died or does not answer; what ran has ended, start again",
     INTERRUPTED: "interrupted by Ctrl-C",
     PIPE: "whoever read the output has gone",
 }

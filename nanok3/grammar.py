@@ -88,7 +88,8 @@ class _Table:
 class Grammar:
     """How far one reply has come in its grammar."""
 
-    def __init__(self, table: TokenTable, matcher: Any, thinking: bool) -> None:
+    def __init__(self, table: TokenTable, matcher: Any, thinking: bool, lark: str) -> None:
+        self.lark = lark  # the text that `matcher` was made of
         self.warning: str | None = None  # why nothing is enforced any more
         self._table = table
         self._matcher = matcher
@@ -118,7 +119,7 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """The same state, independent of this one."""
-        twin = Grammar(self._table, self._matcher.deep_copy(), self._thinking)
+        twin = Grammar(self._table, self._matcher.deep_copy(), self._thinking, self.lark)
         twin.warning = self.warning
         return twin
 
@@ -187,7 +188,7 @@ def build_grammar(
     lark = "\n".join(rules)
     if problem := table.problem(lark):
         raise ValueError(f"the form of the reply cannot be enforced: {problem}")
-    return Grammar(table, table.matcher(lark), thinking)
+    return Grammar(table, table.matcher(lark), thinking, lark)
 
 
 def _schema(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:

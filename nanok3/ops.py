@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanok3.comm.exchange import Exchange
 from nanok3.reference.attn_res import attn_res_ref
 from nanok3.reference.embed import embed_ref
 from nanok3.reference.experts import experts_grouped_ref, experts_ref
@@ -57,6 +58,18 @@ def stay(parts: Any, *, out: Any) -> None:
 
     One rank of many, run alone, keeps in the peers' places of a whole what the caller put there.
     """
+
+
+def between_ranks(ops: Ops, exchange: Exchange | None) -> Ops:
+    """The reading `ops` for a rank that has peers; for one without, as it is."""
+    if exchange is None:
+        return ops
+    return replace(
+        ops,
+        all_reduce=exchange.all_reduce,
+        all_gather=exchange.all_gather,
+        reduce_moe=exchange.reduce_moe,
+    )
 
 
 REFERENCE = Ops(

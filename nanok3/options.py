@@ -33,7 +33,8 @@ class Options:
     strict: bool
     show_config: bool
     ops: str | None = None  # None: the faster one
-    given: frozenset[str] = frozenset()  # of device and dtype, those that the person named
+    gpus: int = 1
+    given: frozenset[str] = frozenset()  # of device, dtype and gpus, those that the person named
 
     @property
     def model_dir(self) -> Path:
@@ -86,6 +87,7 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
         Setting("model", model, said(options.model is not None)),
         Setting("device", settings.device, said("device" in options.given)),
         Setting("dtype", settings.dtype, said("dtype" in options.given)),
+        Setting("gpus", settings.gpus, said("gpus" in options.given)),
         Setting("threads", torch.get_num_threads(), DERIVED),
         Setting("strict", settings.strict, said(options.strict)),
         Setting("context", engine.max_context, said(options.context is not None, DERIVED)),

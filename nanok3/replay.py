@@ -45,6 +45,7 @@ def changes(then: Run, now: Run) -> list[str]:
         *(("machine", then.machine, now.machine), ("threads", then.threads, now.threads)),
         ("device", then.engine.device, now.engine.device),
         ("dtype", then.engine.dtype, now.engine.dtype),
+        ("gpus", then.engine.gpus, now.engine.gpus),
         ("strict", then.engine.strict, now.engine.strict),
     ]
     found = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import CacheManager, allocate_cache
-from nanok3.config import WHOLE, EngineConfig, ModelConfig
+from nanok3.comm.exchange import Exchange
+from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory, rows_between
 from nanok3.graph import Capture, Health, Run, buckets
 from nanok3.loop import DecodeLoop
-from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops
+from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops, between_ranks
 from nanok3.request import Request
 from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
@@ -29,7 +30,14 @@ DEFAULT_CONTEXT = 4096  # tokens a request that the default cache has room for
 
 
 class Runner:
-    def __init__(self, config: ModelConfig, weights: Weights, settings: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        settings: EngineConfig,
+        shard: Shard = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> None:
         """weights: packed (`packing.py`) on a GPU, of the settings' dtype on a CPU."""
         self.config = config
         self.settings = settings
@@ -38,12 +46,14 @@ class Runner:
         per_request = -(-min(DEFAULT_CONTEXT, config.max_position_embeddings) // size)
         num_blocks = settings.num_blocks or settings.max_num_reqs * per_request
         cache = allocate_cache(  # one slot and one block more than anyone gets: trash
-            config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device
+            config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device, shard
         )
         self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
-        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device)
-        self._prefill_ops, self._one_row_ops = PREFILL, REFERENCE
+        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device, shard)
+        one_row = between_ranks(REFERENCE, exchange)
+        self._prefill_ops, self._one_row_ops = between_ranks(PREFILL, exchange), one_row
+        self._decode_ops = one_row if settings.strict else between_ranks(DECODE, exchange)
         max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
         self.reading = "the reference ops"  # of decode steps, for people
         health: Health | None = None
@@ -94,8 +104,8 @@ class Runner:
         """With only the columns of the block table that are needed; a graph cannot know them."""
         columns = max(1, self.manager.blocks_for(int(step.positions.max()) + 1))
         step = replace(step, block_table=step.block_table[:, :columns])
-        ops = REFERENCE if self.settings.strict else DECODE
-        model.forward(self.config, self.weights, self.manager.cache, step, buf, ops)
+        cache = self.manager.cache
+        model.forward(self.config, self.weights, cache, step, buf, self._decode_ops)
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
         """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nanok3.checkpoint import TensorSpec
+from nanok3.checkpoint import Part, TensorSpec
 from nanok3.config import WHOLE, ModelConfig, Shard
 from nanok3.reference import mxfp4
 
@@ -223,7 +223,7 @@ PARTS = {"weight_packed": "packed", "weight_scale": "scale"}
 
 
 class Filler:
-    """Takes whole checkpoint tensors in any order and leaves the filled fields of one rank.
+    """Takes checkpoint tensors in any order and leaves the filled fields of one rank.
 
     puts: where the rows of some fields go; the others become dense tensors, experts unpacked.
     """
@@ -250,13 +250,24 @@ class Filler:
                 self.places[piece.name] = (field, piece, row)
                 row += piece.local_rows(shard)
 
+    def part_of(self, name: str, spec: TensorSpec) -> Part | None:
+        """What of a stored tensor `take_part` wants; None: all of it."""
+        field, piece, _ = self.places[self._key(name)]
+        if field.kind == "heads" or piece.axis == REPLICATED or self.shard.size == 1:
+            return None  # of heads the tail is checked
+        own = self.shard.slice(spec.shape[piece.axis])  # columns are whole MXFP4 groups
+        return Part(piece.axis, own.start, own.stop)
+
     def take(self, name: str, tensor: Tensor) -> None:
-        stem, _, suffix = name.rpartition(".")
-        key = stem if stem in self.places else name
-        field, piece, row = self.places[key]
+        """A whole tensor."""
+        part = self.part_of(name, TensorSpec(tuple(tensor.shape), ""))
+        self.take_part(name, tensor if part is None else part.of(tensor))
+
+    def take_part(self, name: str, tensor: Tensor) -> None:
+        suffix, key = name.rpartition(".")[2], self._key(name)
+        field, _, row = self.places[key]
         if field.kind == "heads":
             tensor = self._heads(field, name, tensor)
-        tensor = self._own(tensor, piece.axis)  # a rank's columns are whole MXFP4 groups
         part = PARTS.get(suffix, "")
         if put := self.puts.get(field.name):
             try:
@@ -280,18 +291,17 @@ class Filler:
         del self.places[key]
         self._fill(field, row, tensor)
 
+    def _key(self, name: str) -> str:
+        """The halves of an MXFP4 pair have one place."""
+        stem = name.rpartition(".")[0]
+        return stem if stem in self.places else name
+
     def _heads(self, field: Field, name: str, tensor: Tensor) -> Tensor:
-        """The entries of all ranks' heads."""
+        """The entries of this rank's heads."""
         count = field.shape[0] * self.shard.size
         if tensor[count:].any():
             raise ValueError(f"{name}: entries past the {count} heads must be zero")
-        return tensor[:count]
-
-    def _own(self, tensor: Tensor, axis: int | None) -> Tensor:
-        if axis == REPLICATED or self.shard.size == 1:
-            return tensor
-        own = self.shard.slice(tensor.shape[axis])
-        return tensor[own] if axis == ROWS else tensor[:, own]
+        return tensor[self.shard.slice(count)]
 
     def _fill(self, field: Field, row: int, tensor: Tensor) -> None:
         target = self.fields[field.name]

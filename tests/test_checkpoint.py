@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import nanok3.checkpoint
-from nanok3.checkpoint import Checkpoint, CheckpointError, TensorSpec
+from nanok3.checkpoint import Checkpoint, CheckpointError, Part, TensorSpec
 from nanok3.config import K3, load_config
 from nanok3.weight_table import expected_tensors
 
@@ -474,6 +474,52 @@ def test_reads_ahead_no_more_than_told(
     most, window = 0, 1 << 20
     checkpoint.load(list(checkpoint.specs), consume, workers=3, read_ahead_bytes=window)
     assert held == 0 and window / 2 < most <= window + largest
+
+
+@pytest.mark.parametrize("page", [1, 1 << 30])
+def test_parts_of_tensors_and_no_other_bytes(
+    golden: Path,
+    tables: Tables,
+    stored: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+) -> None:
+    """Rows and columns; columns of rows shorter than a page come by way of the whole tensor."""
+    read, lock, total = nanok3.checkpoint.read_bytes, threading.Lock(), 0
+
+    def counted(descriptor: int, path: Path, begin: int, raw: Tensor) -> None:
+        nonlocal total
+        with lock:
+            total += raw.nbytes
+        read(descriptor, path, begin, raw)
+
+    monkeypatch.setattr(nanok3.checkpoint, "read_bytes", counted)
+    monkeypatch.setattr(nanok3.checkpoint, "PAGE_BYTES", page)
+
+    def part_of(name: str, spec: TensorSpec) -> Part | None:
+        axis = len(name) % 3
+        if axis >= len(spec.shape) or spec.shape[axis] % 4:
+            return None
+        return Part(axis, spec.shape[axis] // 4, spec.shape[axis] // 2)
+
+    checkpoint = Checkpoint.open(golden, tables)
+    kinds, steps, expected = set(), [], 0
+
+    def consume(name: str, tensor: Tensor) -> None:
+        nonlocal expected
+        part, right = part_of(name, checkpoint.specs[name]), stored[name]
+        own = right if part is None else part.of(right)
+        assert torch.equal(tensor, own) and tensor.is_contiguous()
+        is_all = part is None or (part.axis == 1 and page > 1)
+        expected += right.nbytes if is_all else own.nbytes
+        kinds.add(part and part.axis)
+
+    names = list(checkpoint.specs)
+    checkpoint.load(
+        names, consume, part_of=part_of, progress=lambda done, of: steps.append((done, of))
+    )
+    assert kinds == {None, 0, 1} and total == expected
+    assert steps[-1][0] == steps[-1][1]
 
 
 def open_shards() -> list[str]:

@@ -56,6 +56,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("config", "model", "graph", "weights", "cache", "step", "ops", "kernel_ops", "mega_ops"),
     },
     "device": set(),
+    "exits": set(),
+    # ranks as processes
+    "launch": {"comm", "exits"},
+    "lockstep": {"comm", "exits", "request", "sampling"},
+    "join": {"comm", "config", "launch", "lockstep", "plan"},
     # text and ids
     "uniform": set(),
     "sampling": {"uniform"},
@@ -83,6 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("weight_table", "weights", "packing"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
         "comm",
+        *("join", "lockstep"),
     },
 }
 
@@ -94,6 +100,7 @@ OTHERS: dict[str, set[str]] = {
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
         *("packing", "workspaces", "mega_ops", "bench_layer"),
         *("weight_table", "random_weights", "grammar"),
+        *("join", "launch"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },
     "tokenizers": {"tokenizer"},

@@ -61,6 +61,8 @@ def test_the_command_line_goes_first(model: Path, tmp_path: Path) -> None:
     expected = {"temperature": 0.5, "seed": 7, "thinking": "off", "strict": True, "top_p": 1.0}
     expected |= {"device": "cpu", "dtype": "float32", "context": 300, "requests": 1}
     assert {n: found[n] for n in expected} == {n: (v, "command line") for n, v in expected.items()}
+    assert generate(model, tmp_path / "b", "--gpus", 1)["gpus"] == (1, "command line")
+    assert found["gpus"] == (1, "built in")
     assert "effort" not in found
 
 
