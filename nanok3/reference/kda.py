@@ -88,14 +88,20 @@ def kda_rows(x: Tensor, w: KDAWeights, conv_state: Tensor) -> tuple[KDARows, Ten
 
 def recurrence(rows: KDARows, state: Tensor) -> tuple[Tensor, Tensor]:
     """The delta rule row by row: state [R, H, Dk, Dv] -> (o [R, H, Q, Dv], state)."""
-    outputs = []
+    return recurrence_rows(rows, state)[:2]
+
+
+def recurrence_rows(rows: KDARows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same and each row's e, [R, H, Q, Dv]."""
+    outputs, errors = [], []
     for i in range(rows.q.shape[2]):
         q, k, v = rows.q[:, :, i], rows.k[:, :, i], rows.v[:, :, i]  # [R, H, D]
         state = state * rows.log_decay[:, :, i].exp().unsqueeze(-1)
         error = v - (k.unsqueeze(-2) @ state).squeeze(-2)
         state = state + (rows.beta[:, :, i, None] * k).unsqueeze(-1) * error.unsqueeze(-2)
         outputs.append((q.unsqueeze(-2) @ state).squeeze(-2))
-    return torch.stack(outputs, dim=2), state
+        errors.append(error)
+    return torch.stack(outputs, dim=2), state, torch.stack(errors, dim=2)
 
 
 def sub_chunk(lower_bound: float) -> int:
@@ -114,6 +120,13 @@ def chunked_recurrence(
 
     exp(-G) is only formed relative to the start of a sub-chunk, so that nothing overflows.
     """
+    return chunked_rows(rows, state, lower_bound, chunk)[:2]
+
+
+def chunked_rows(
+    rows: KDARows, state: Tensor, lower_bound: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same and each row's beta e, [R, H, Q, Dv]."""
     num_rows, sub = rows.q.shape[2], sub_chunk(lower_bound)
     padding = -num_rows % chunk
 
@@ -148,12 +161,14 @@ def chunked_recurrence(
     k_to_end = (k * (last - total).exp()).transpose(-1, -2)  # [.., Dk, C]
     end_decay = last.exp().transpose(-1, -2)  # [.., Dk, 1]
 
-    outputs = []
+    outputs, updates = [], []
     for c in range(q.shape[2]):
         u = u_v[:, :, c] - w_k[:, :, c] @ state
         outputs.append(decayed_q[:, :, c] @ state + q_k[:, :, c] @ u)
         state = end_decay[:, :, c] * state + k_to_end[:, :, c] @ u
-    return torch.cat(outputs, dim=2)[:, :, :num_rows], state
+        updates.append(u)
+    o, u = (torch.cat(parts, dim=2)[:, :, :num_rows] for parts in (outputs, updates))
+    return o, state, u
 
 
 def gated_norm(o: Tensor, gate: Tensor, w: KDAWeights) -> Tensor:
