@@ -43,6 +43,8 @@ from nanok3.request import Request, Result
 from nanok3.runner import DTYPES, Runner
 from nanok3.sampling import SamplingParams
 from nanok3.scheduler import Scheduler
+from nanok3.spec.config import DraftConfig, load_draft_config
+from nanok3.spec.draft_weights import DraftWeights, build_draft, load_draft
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weight_table import Filler, expected_tensors
 from nanok3.weights import Weights, build
@@ -66,12 +68,13 @@ class Engine:
         tokenizer: Tokenizer | None,
         settings: EngineConfig,
         defaults: GenerationDefaults,
+        draft: tuple[DraftConfig, DraftWeights] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.settings = settings
         self.defaults = defaults
-        self._runner = Runner(config, weights, settings)
+        self._runner = Runner(config, weights, settings, draft)
         self._manager = self._runner.manager
         self._scheduler = Scheduler(self._runner)
 
@@ -83,6 +86,7 @@ class Engine:
         device: str = "cpu",
         dtype: str | None = None,
         settings: EngineConfig | None = None,
+        draft: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """The model of a checkpoint directory, ready to run.
@@ -92,6 +96,7 @@ class Engine:
         dtype: "float32", "bfloat16" or "float64", of weights and activations; else float32 on a
         CPU and bfloat16, the only one there, on a GPU.
         settings: everything else; its device and dtype give way to the arguments.
+        draft: a directory with a DSpark draft of this model, to decode several tokens a step.
         Raises FileNotFoundError, ConfigError, CheckpointError or ValueError, with every reason at
         once, before a weight is read. Without a tokenizer file only prompts of ids can be served.
         """
@@ -111,6 +116,11 @@ class Engine:
             problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
         if problems:
             raise ValueError("\n".join(problems))
+        draft_config = None if draft is None else load_draft_config(Path(draft))
+        if draft_config is not None and (problems := draft_config.problems(config)):
+            raise ValueError("\n".join(f"{draft}: {problem}" for problem in problems))
+        if draft_config is not None and device != "cpu":
+            raise ValueError(f"{draft}: drafts run on a CPU only so far; leave the draft out")
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
         if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
@@ -128,7 +138,14 @@ class Engine:
         checkpoint.load(names, filler.take, progress=progress)
         fields = (places.packed | filler.finish()).__getitem__
         weights = build(config, fields) if device == "cpu" else packed_weights(config, fields)
-        return cls(config, weights, tokenizer, settings, defaults)
+        drafts = None
+        if draft_config is not None:
+            own = load_draft(Path(draft or ""), draft_config, DTYPES[dtype], device, progress)
+            drafts = (
+                draft_config,
+                build_draft(draft_config, own.__getitem__, weights.embed, weights.lm_head),
+            )
+        return cls(config, weights, tokenizer, settings, defaults, drafts)
 
     # ---- public: prompts in, results out ----
 

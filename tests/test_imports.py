@@ -39,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"config", "reference"},
     "random_weights": {"config", "weight_table", "reference"},
     "cache": {"config"},
-    "step": {"config"},
+    "step": {"config", "reference"},
     "ops": {"reference", "kernels", "comm"},
-    "model": {"config", "weights", "cache", "step", "ops"},
+    "model": {"config", "weights", "cache", "step", "ops", "reference"},
     "count": {"config", "weight_table", "weights", "cache", "step", "ops", "model"},
     "graph": set(),
     "decode": {"cache", "sampling", "step"},
@@ -71,18 +71,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     # all of it
     "runner": {
         *("config", "weights", "cache", "step", "ops", "model", "graph", "captured", "decode"),
-        *("loop", "prefill_ops", "sampling", "request", "spec", "comm"),
+        *("loop", "prefill_ops", "sampling", "request", "spec", "spec_loop", "comm"),
     },
     "plan": {
         *("config", "weight_table", "packing", "cache", "step", "decode", "workspaces"),
         "runner",
     },
+    "spec": {  # knows no requests
+        *("config", "config_check", "config_rules", "checkpoint", "weight_table", "reference"),
+        *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec"),
+    },
+    "spec_loop": {"config", "loop", "request", "sampling", "uniform", "spec"},
     "scheduler": {"cache", "loop", "request", "runner"},
     "engine": {
         *("config", "checkpoint", "device", "plan", "progress", "cache", "runner", "scheduler"),
         *("weight_table", "weights", "packing"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
-        "comm",
+        *("spec", "comm"),
     },
 }
 
@@ -92,7 +97,7 @@ OTHERS: dict[str, set[str]] = {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
-        *("packing", "workspaces", "mega_ops", "bench_layer"),
+        *("packing", "workspaces", "mega_ops", "bench_layer", "spec_loop"),
         *("weight_table", "random_weights", "grammar"),
         *("commands", "bench", "batch", "plan", "check", "trace", "replay", "record", "options"),
     },
