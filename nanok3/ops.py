@@ -19,7 +19,7 @@ from nanok3.reference.attn_res import attn_res_ref, tap_ref
 from nanok3.reference.embed import embed_ref
 from nanok3.reference.experts import experts_grouped_ref, experts_ref
 from nanok3.reference.kda import kda_chunked_ref, kda_ref
-from nanok3.reference.kda_records import kda_recorded_chunked, kda_recorded_ref
+from nanok3.reference.kda_records import kda_recorded_few, kda_recorded_ref
 from nanok3.reference.linear import (
     gate_up_ref,
     latent_up_ref,
@@ -83,7 +83,7 @@ REFERENCE = Ops(
 )
 PREFILL = replace(REFERENCE, kda=kda_chunked_ref, mla=mla_expanded_ref)
 DECODE = replace(REFERENCE, kda=kda_one_row, mla=mla_one_row, experts=experts_one_row)
-VERIFY = replace(DECODE, kda_recorded=kda_recorded_chunked, mla=mla_ref, experts=experts_sorted)
+VERIFY = replace(DECODE, kda_recorded=kda_recorded_few, mla=mla_ref, experts=experts_sorted)
 TRAIN = replace(PREFILL, experts=experts_grouped_ref)  # on Fresh buffers
 
 

@@ -120,13 +120,6 @@ def chunked_recurrence(
 
     exp(-G) is only formed relative to the start of a sub-chunk, so that nothing overflows.
     """
-    return chunked_rows(rows, state, lower_bound, chunk)[:2]
-
-
-def chunked_rows(
-    rows: KDARows, state: Tensor, lower_bound: float, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same and each row's beta e, [R, H, Q, Dv]."""
     num_rows, sub = rows.q.shape[2], sub_chunk(lower_bound)
     padding = -num_rows % chunk
 
@@ -161,14 +154,12 @@ def chunked_rows(
     k_to_end = (k * (last - total).exp()).transpose(-1, -2)  # [.., Dk, C]
     end_decay = last.exp().transpose(-1, -2)  # [.., Dk, 1]
 
-    outputs, updates = [], []
+    outputs = []
     for c in range(q.shape[2]):
         u = u_v[:, :, c] - w_k[:, :, c] @ state
         outputs.append(decayed_q[:, :, c] @ state + q_k[:, :, c] @ u)
         state = end_decay[:, :, c] * state + k_to_end[:, :, c] @ u
-        updates.append(u)
-    o, u = (torch.cat(parts, dim=2)[:, :, :num_rows] for parts in (outputs, updates))
-    return o, state, u
+    return torch.cat(outputs, dim=2)[:, :, :num_rows], state
 
 
 def gated_norm(o: Tensor, gate: Tensor, w: KDAWeights) -> Tensor:

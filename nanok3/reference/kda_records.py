@@ -21,15 +21,13 @@ from torch import Tensor
 
 from nanok3.reference.kda import (
     SAFE_EXPONENT,
+    KDARows,
     KDAWeights,
-    chunked_rows,
     gated_norm,
     kda_rows,
     recurrence_rows,
 )
 from nanok3.reference.numerics import acc
-
-CHUNK = 16  # rows that `kda_recorded_chunked` takes at once
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,37 @@ def commit_ref(
         conv_state[:, slot] = window[:, count:]
 
 
+def few_rows(rows: KDARows, state: Tensor, lower_bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The delta rule of a few rows as products: state [R, H, Dk, Dv] -> o [R, H, Q, Dv], state,
+    beta e [R, H, Q, Dv].
+
+    `kda.chunked_recurrence` with one base for all rows: as many at a time as exp(-G) allows.
+    """
+    height = max(1, int(SAFE_EXPONENT / -lower_bound))
+    outputs, updates = [], []
+    for begin in range(0, rows.q.shape[2], height):
+        part = slice(begin, begin + height)
+        q, k, v = rows.q[:, :, part], rows.k[:, :, part], rows.v[:, :, part]
+        beta = rows.beta[:, :, part, None]
+        total = rows.log_decay[:, :, part].cumsum(-2)  # G, inclusive  [R, H, C, Dk]
+        decay = total.exp()
+        decayed_q, decayed_k = q * decay, k * decay
+        undone_k = (k * (-total).exp()).transpose(-1, -2)
+        k_k, q_k = decayed_k @ undone_k, decayed_q @ undone_k  # [R, H, C, C]
+        u = torch.linalg.solve_triangular(
+            (beta * k_k).tril(-1),
+            beta * (v - decayed_k @ state),
+            upper=False,
+            unitriangular=True,
+        )
+        outputs.append(decayed_q @ state + q_k.tril() @ u)
+        updates.append(u)
+        last = total[..., -1:, :]
+        k_to_end = (k * (last - total).exp()).transpose(-1, -2)
+        state = last.exp().transpose(-1, -2) * state + k_to_end @ u
+    return torch.cat(outputs, dim=2), state, torch.cat(updates, dim=2)
+
+
 def _recorded(
     x: Tensor,
     w: KDAWeights,
@@ -96,7 +125,7 @@ def _recorded(
     state_slots: Tensor,
     records: KDARecords,
     out: Tensor,
-    chunked: bool,
+    as_products: bool,
 ) -> None:
     first, taps = records.first, w.conv.shape[1]
     x = x.unflatten(0, (len(state_slots), -1))  # [R, Q, width]
@@ -107,8 +136,8 @@ def _recorded(
     if first:
         seen = (t[state_slots, :first] for t in (records.decay, records.key, records.value))
         start = apply_rows(start, *seen)
-    if chunked:
-        o, _, value = chunked_rows(rows, start, w.lower_bound, CHUNK)
+    if as_products:
+        o, _, value = few_rows(rows, start, w.lower_bound)
         key = rows.k
     else:
         o, _, value = recurrence_rows(rows, start)
@@ -133,10 +162,10 @@ def kda_recorded_ref(
 ) -> None:
     """As `kda_ref`, but conv_state and state are only read and the rows go to `records`, after the
     `records.first` that are there."""
-    _recorded(x, w, conv_state, state, state_slots, records, out, chunked=False)
+    _recorded(x, w, conv_state, state, state_slots, records, out, as_products=False)
 
 
-def kda_recorded_chunked(
+def kda_recorded_few(
     x: Tensor,
     w: KDAWeights,
     conv_state: Tensor,
@@ -148,8 +177,8 @@ def kda_recorded_chunked(
 ) -> None:
     """The same as products of a few rows at once, where no log-decay is too strong for that; then
     a is k and b is beta e."""
-    chunked = w.lower_bound >= -SAFE_EXPONENT
-    _recorded(x, w, conv_state, state, state_slots, records, out, chunked)
+    as_products = w.lower_bound >= -SAFE_EXPONENT
+    _recorded(x, w, conv_state, state, state_slots, records, out, as_products)
 
 
 def allocate_records(

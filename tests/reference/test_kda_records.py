@@ -16,7 +16,7 @@ from nanok3.reference.kda_records import (
     KDARecords,
     allocate_records,
     commit_ref,
-    kda_recorded_chunked,
+    kda_recorded_few,
     kda_recorded_ref,
 )
 
@@ -118,7 +118,7 @@ def test_replayed_rows_leave_the_bits_of_walked_ones(dtype: torch.dtype, counts:
     check_equal(world.state, state, "state")
 
 
-@pytest.mark.parametrize("op", [kda_recorded_ref, kda_recorded_chunked])
+@pytest.mark.parametrize("op", [kda_recorded_ref, kda_recorded_few])
 @pytest.mark.parametrize("lower_bound", [-5.0, -30.0, -100.0])
 @pytest.mark.parametrize("pieces", [[8], [3, 5]])
 def test_folded_rows_stay_close(op: object, lower_bound: float, pieces: list[int]) -> None:
@@ -142,7 +142,7 @@ def test_many_folds_do_not_drift() -> None:
         x = torch.randn(world.x.shape, generator=generator)
         world.x, exact.x = x, x.double()
         counts = torch.randint(0, NUM_ROWS + 1, (3,), generator=generator).tolist()
-        world.record(kda_recorded_chunked, [8], together=True)
+        world.record(kda_recorded_few, [8], together=True)
         commit_ref(world.conv_state, world.state, world.records, REQUESTS, counts, fold=True)
         _, exact.conv_state, exact.state = exact.walk(counts)
     check_close(world.state, exact.state, 1e-5, "state")
