@@ -64,6 +64,7 @@ class _Step:
 
     rows: list[Rows]
     passed: Passed
+    limits: list[int]  # drafts that each request might use
     lengths: list[int]  # drafts verified
     accepted: list[int]
     ids: Tensor  # [R, Q] i64: accepted drafts, then the next id; -1 past it
@@ -178,6 +179,7 @@ class SpecLoop:
             for request, count in zip(self.batch, counts, strict=True):
                 request.num_cached += count
         self._keep(step.passed, counts)
+        self._note(step, counts)
         for request, was in zip(self.batch, in_flight, strict=True):
             request.in_flight = was
 
@@ -231,13 +233,19 @@ class SpecLoop:
         ids = padded.masked_fill(index >= accepted[:, None], -1)
         ids = ids.scatter(1, accepted[:, None], verified.next_ids[:, None])
         logprobs, gaps = self._extras(logits, ids.flatten())
-        taus = accepted.tolist()
         at_next = is_finite.unflatten(0, (-1, num_rows)).gather(1, accepted[:, None])[:, 0]
-        self._note(limits, lengths, taus)
         return _Step(
-            rows, passed, lengths, taus, ids, at_next.tolist(), logprobs, gaps,
-            [len(r.ids) for r in batch],
-        )  # fmt: skip
+            rows=rows,
+            passed=passed,
+            limits=limits,
+            lengths=lengths,
+            accepted=accepted.tolist(),
+            ids=ids,
+            finite=at_next.tolist(),
+            logprobs=logprobs,
+            gaps=gaps,
+            before=[len(r.ids) for r in batch],
+        )
 
     def _propose(self, limits: list[int]) -> Proposal | None:
         """Drafts for all requests, as many as the one that may use most; None if none may."""
@@ -294,19 +302,23 @@ class SpecLoop:
         found: list[int] = lengths.tolist()
         return found
 
-    def _note(self, limits: list[int], lengths: list[int], accepted: list[int]) -> None:
+    def _note(self, step: _Step, counts: list[int]) -> None:
+        """How the drafts fared. Of a reply that ended inside its block nothing is known past it."""
         seen = self.acceptance
         for i, r in enumerate(self.batch):
-            if not limits[i]:
+            if not step.limits[i]:
                 continue
             self._drafting[r].num_steps += 1
-            self._drafting[r].fallback.record(accepted[i] + 1)
-            if lengths[i]:
-                seen.num_steps += 1
-                seen.num_tokens += accepted[i] + 1
-                for j in range(lengths[i]):
-                    seen.verified[j] += 1
-                    seen.accepted[j] += j < accepted[i]
+            self._drafting[r].fallback.record(counts[i])
+            if not step.lengths[i]:
+                continue
+            is_cut = counts[i] <= step.accepted[i]
+            stood = counts[i] if is_cut else step.accepted[i]
+            seen.num_steps += 1
+            seen.num_tokens += counts[i]
+            for j in range(stood if is_cut else step.lengths[i]):
+                seen.verified[j] += 1
+                seen.accepted[j] += j < stood
 
     def _keep(self, passed: Passed, counts: list[int]) -> None:
         """The draft's context of the rows that stand."""

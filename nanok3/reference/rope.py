@@ -56,7 +56,7 @@ def rotate(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
     """x [T, ..., D], positions [T] -> the same shape, in the arithmetic dtype."""
     x = acc(x)
     angles = positions.double().unsqueeze(-1) * table.inv_freq.to(x.device)  # [T, D / 2]
-    angles = angles.view(len(angles), *[1] * (x.dim() - 2), -1)
+    angles = angles.view(len(angles), *[1] * (x.dim() - 2), angles.shape[-1])
     cos, sin = (angles.cos() * table.scale).to(x.dtype), (angles.sin() * table.scale).to(x.dtype)
     if table.interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
