@@ -250,6 +250,10 @@ class CacheManager:
         """The latent slots of a block."""
         return slice(block * self.block_size, (block + 1) * self.block_size)
 
+    def latent_of(self, blocks: list[int]) -> Tensor:
+        """[MLA layers, len(blocks) * block_size, L + Dr], a copy."""
+        return torch.cat([self.cache.latent[:, self.rows_of(block)] for block in blocks], 1)
+
     def _copy_rows(self, source: int, target: int, count: int) -> None:
         for tensor in self._paged:
             tensor[:, self.rows_of(target)][:, :count] = tensor[:, self.rows_of(source)][:, :count]

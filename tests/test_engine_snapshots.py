@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from compare import check_close, check_equal
 from engines import (
     BLOCK,
@@ -83,7 +82,7 @@ def test_a_snapshot_is_the_state_at_its_last_id(strict: bool, chunk: int) -> Non
         judge.step()
     right = snapshot_of(judge, prompt[:-1])
     latents = [
-        torch.cat([m.cache.latent[:, m.rows_of(block)] for block in s.blocks], 1)[:, :129]
+        m.latent_of(s.blocks)[:, :129]
         for m, s in ((engine._manager, kept), (judge._manager, right))
     ]
     pairs = ((kept.state, right.state), (kept.conv_state, right.conv_state), tuple(latents))
