@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanok3 import model
-from nanok3.cache import CacheManager, allocate_cache
+from nanok3.cache import Cache, CacheManager, allocate_cache
 from nanok3.config import WHOLE, EngineConfig, ModelConfig
 from nanok3.decode import StateMemory, rows_between
 from nanok3.graph import Capture, Health, Run, buckets
