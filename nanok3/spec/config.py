@@ -101,6 +101,7 @@ class DraftConfig:
     markov_rank: int
     owns_vocab: bool  # brings its embedding and its head; else it uses the target's
     max_position_embeddings: int
+    target_num_hidden_layers: int | None  # where the config says of which model it is a draft
 
     @property
     def is_causal(self) -> bool:
@@ -116,6 +117,11 @@ class DraftConfig:
             (
                 self.vocab_size != target.vocab_size,
                 f"vocab_size: the draft has {self.vocab_size}, the model {target.vocab_size}",
+            ),
+            (
+                self.target_num_hidden_layers not in (None, target.num_hidden_layers),
+                f"target_num_hidden_layers: the draft is of a model with "
+                f"{self.target_num_hidden_layers}, this one has {target.num_hidden_layers}",
             ),
             (
                 max(self.taps) >= target.num_hidden_layers,
@@ -198,6 +204,7 @@ def inferact(raw: dict[str, Any], fixed: Format) -> DraftConfig:
         layers=(LayerMask(causal=False, window=None),) * v["num_hidden_layers"],
         rope=Rope(v["rope_theta"], fixed.interleaved_rope, **y),
         taps=tuple(i + fixed.tap_offset for i in v["target_layer_ids"]),
+        target_num_hidden_layers=v["target_num_hidden_layers"],
         block_size=int(v.get("block_size") or fixed.block_size or 0),
         owns_vocab=fixed.owns_vocab,
         **{n: v[n] for n in SAME_NAMES},
@@ -248,6 +255,7 @@ def speculators(raw: dict[str, Any], fixed: Format) -> DraftConfig:
         layers=tuple(masks[kind] for kind in v["layer_types"]),
         rope=Rope(v["rope_theta"], fixed.interleaved_rope),
         taps=tuple(i + fixed.tap_offset for i in v["aux_hidden_state_layer_ids"]),
+        target_num_hidden_layers=None,
         block_size=v["block_size"],
         owns_vocab=fixed.owns_vocab,
         **{n: v[n] for n in SAME_NAMES},

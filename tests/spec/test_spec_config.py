@@ -139,6 +139,8 @@ def test_a_draft_of_another_model_is_refused() -> None:
     assert c.problems(TINY) == []
     assert "hidden_size" in c.problems(tiny_config(hidden_size=96))[0]
     assert "vocab_size" in c.problems(K3)[1]
+    shorter = draft_config(tiny_inferact(target_num_hidden_layers=9)).problems(TINY)
+    assert "target_num_hidden_layers" in shorter[0]
     last = draft_config(tiny_inferact(target_layer_ids=[1, 2, 6]))
     assert "taps" in last.problems(TINY)[0]
 
