@@ -120,9 +120,17 @@ class CacheManager:
     """The cache's tensors, its pools and its snapshots: the only place that gives and takes."""
 
     def __init__(
-        self, cache: Cache, block_size: int, max_snapshots: int, poison: bool = False
+        self,
+        cache: Cache,
+        block_size: int,
+        max_snapshots: int,
+        poison: bool = False,
+        draft_cache: Tensor | None = None,
     ) -> None:
+        """draft_cache: [layers, blocks * block_size, W], rows of a draft in the same blocks."""
         self.cache = cache
+        # What lies in blocks, [layers, slots, width] each.
+        self._paged = [cache.latent] if draft_cache is None else [cache.latent, draft_cache]
         self.block_size = block_size
         self.slots = Pool(cache.state.shape[1])
         self.blocks = Pool(cache.latent.shape[1] // block_size)
@@ -130,7 +138,7 @@ class CacheManager:
         self.poison = poison  # debug: what was freed becomes NaN
         self.snapshots: list[Snapshot] = []  # oldest use first
         if poison:
-            for tensor in (cache.conv_state, cache.state, cache.latent):
+            for tensor in (cache.conv_state, cache.state, *self._paged):
                 tensor.fill_(float("nan"))
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -177,8 +185,7 @@ class CacheManager:
         if self.poison:
             self.cache.conv_state[:, slot] = float("nan")
             self.cache.state[:, slot] = float("nan")
-            for block in freed:
-                self._block(block).fill_(float("nan"))
+            self._poison(freed)
 
     def snapshot(self, token_ids: list[int], slot: int, blocks: list[int]) -> None:
         """Keep what a request has cached, exactly `token_ids`; the oldest snapshot makes room."""
@@ -199,8 +206,7 @@ class CacheManager:
         self.snapshots = [s for s in self.snapshots if s is not snapshot]
         freed = self.blocks.release(snapshot.blocks)
         if self.poison:
-            for block in freed:
-                self._block(block).fill_(float("nan"))
+            self._poison(freed)
 
     def forget(self, token_ids: list[int]) -> None:
         """Drops every snapshot that these ids begin with: what they made of it is not to be
@@ -235,11 +241,22 @@ class CacheManager:
         self.cache.conv_state[:, slot] = 0
         self.cache.state[:, slot] = 0
 
-    def _block(self, block: int) -> Tensor:
-        return self.cache.latent[:, block * self.block_size : (block + 1) * self.block_size]
+    def _poison(self, blocks: list[int]) -> None:
+        for tensor in self._paged:
+            for block in blocks:
+                tensor[:, self.rows_of(block)] = float("nan")
+
+    def rows_of(self, block: int) -> slice:
+        """The latent slots of a block."""
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
+    def latent_of(self, blocks: list[int]) -> Tensor:
+        """[MLA layers, len(blocks) * block_size, L + Dr], a copy."""
+        return torch.cat([self.cache.latent[:, self.rows_of(block)] for block in blocks], 1)
 
     def _copy_rows(self, source: int, target: int, count: int) -> None:
-        self._block(target)[:, :count] = self._block(source)[:, :count]
+        for tensor in self._paged:
+            tensor[:, self.rows_of(target)][:, :count] = tensor[:, self.rows_of(source)][:, :count]
 
 
 def _begins(token_ids: list[int], snapshot: Snapshot) -> bool:

@@ -72,15 +72,18 @@ class Checkpoint:
         expected: Mapping[str, Mapping[str, TensorSpec]],
         *,
         skip_layers_from: int | None = None,
+        root: str | None = None,
     ) -> Checkpoint:
         """Checks index and headers; no tensor is read. CheckpointError lists all problems.
 
         `expected` has a table of all tensors for each format that experts may be stored in, by
         official name ("mxfp4": ..., "bf16": ...); names decide which one the checkpoint is in.
         Layers from `skip_layers_from` on (a draft head's) are skipped, like vision tensors.
+        root: what the stored names lack of the official ones; None for a K3, where it is seen.
         """
         listed = read_index(model_dir)
-        root = "" if any(name.startswith(TEXT_ROOT) for name in listed) else TEXT_ROOT
+        if root is None:
+            root = "" if any(name.startswith(TEXT_ROOT) for name in listed) else TEXT_ROOT
         indexed = {official_name(name, root): file for name, file in listed.items()}
         expert_format = closest_format(expected, indexed)
         specs = expected[expert_format]

@@ -65,6 +65,11 @@ COMMON = (
         type=click.Choice(["low", "high", "max"]),
         help="How much to think, else max; with --thinking off it means nothing.",
     ),
+    click.option(
+        "--draft",
+        metavar="DIR|none",
+        help="A DSpark draft of the model, for several tokens a step; else the packaged model's.",
+    ),
     click.option("--context", type=click.IntRange(1), help="Tokens of prompt and reply, at most."),
     click.option("--requests", type=click.IntRange(1), help="How many run at once."),
     click.option(
@@ -171,9 +176,12 @@ def generate(
 @cli.command(epilog=EPILOG)
 @click.argument("record", type=FILE)
 @click.option("--model", type=FILE, metavar="DIR", help="Needed unless it is the packaged one.")
+@click.option("--draft", metavar="DIR|none", help="Needed unless it is the packaged one.")
 @click.option("--device", help="cpu, cuda or cuda:N; else the record's.")
 @click.option("--strict", is_flag=True, help="One row at a time, whatever the record says.")
-def replay(record: Path, model: Path | None, device: str | None, strict: bool) -> int:
+def replay(
+    record: Path, model: Path | None, draft: str | None, device: str | None, strict: bool
+) -> int:
     """Run again what `--record` wrote of generate or chat, and say where it first differs.
 
     A line a reply. A greedy reply may differ by rounding where the two best logits were less than
@@ -181,7 +189,7 @@ def replay(record: Path, model: Path | None, device: str | None, strict: bool) -
     """
     from nanok3 import commands
 
-    return commands.replay(record, model, device=device, strict=strict)
+    return commands.replay(record, model, draft=draft, device=device, strict=strict)
 
 
 @cli.command(epilog=EPILOG)
@@ -306,6 +314,11 @@ def bench() -> None:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--decode-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option(
+    "--draft",
+    metavar="DIR|k3_mini_draft",
+    help="Measure a draft instead: a few questions, one at a time, with it and without.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Only the line of JSON that comes last.")
 def bench_decode(
     model: Path | None,
@@ -315,6 +328,7 @@ def bench_decode(
     prompt_tokens: int,
     decode_tokens: int,
     repeats: int,
+    draft: str | None,
     as_json: bool,
 ) -> int:
     """Tokens a second while requests decode, and the share of the memory's speed."""
@@ -328,6 +342,7 @@ def bench_decode(
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
         repeats=repeats,
+        draft=draft,
         as_json=as_json,
     )
 
@@ -399,7 +414,10 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     if given["stop"]:
         sampling["stop"] = given["stop"]
     thinking = None if given["thinking"] is None else given["thinking"] == "on"
-    others = ("model", "device", "dtype", "effort", "context", "requests", "strict", "ops")
+    others = (
+        *("model", "draft", "device", "dtype", "effort", "context", "requests", "strict"),
+        "ops",
+    )
     said = click.get_current_context().get_parameter_source
     fixed = ("device", "dtype", "gpus")
     named = frozenset(n for n in fixed if said(n) is ParameterSource.COMMANDLINE)

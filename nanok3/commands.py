@@ -22,6 +22,7 @@ from nanok3 import bench
 from nanok3.batch import Overrides, run_batch
 from nanok3.batch_files import check_paths
 from nanok3.batch_input import InputError
+from nanok3.bench_draft import DraftReport, bench_draft
 from nanok3.chat_session import ChatSession, follow
 from nanok3.check import check_model
 from nanok3.checkpoint import CheckpointError
@@ -44,7 +45,7 @@ from nanok3.exits import (
     Refused,
 )
 from nanok3.join import too_many
-from nanok3.options import PACKAGED_MODEL, settings_in_force
+from nanok3.options import NO_DRAFT, PACKAGED_DRAFT, PACKAGED_MODEL, settings_in_force
 from nanok3.options import Options as Options
 from nanok3.packing import layout_problems
 from nanok3.plan import lines, make_plan, verdict
@@ -53,6 +54,7 @@ from nanok3.record import (
     Asked,
     Recorder,
     RecordError,
+    Run,
     check_free,
     describe_run,
     identity,
@@ -142,7 +144,9 @@ def generate(
 
 
 @_peers_lost()
-def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) -> int:
+def replay(
+    path: Path, model: Path | None, *, draft: str | None, device: str | None, strict: bool
+) -> int:
     """Runs the records of a file again: DONE if all replies are as they were, else DIFFERS."""
     try:
         records = read_records(path)
@@ -156,6 +160,7 @@ def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) 
     if on.startswith("cuda") != then.engine.device.startswith("cuda"):
         dtype = default_dtype(on)
     _check_device(on, dtype)
+    draft_dir = _draft_of(path, then, draft) if on == "cpu" else None
     with _model_refused(model_dir):
         load_config(model_dir)  # says what is wrong with a directory, before it is compared
         if identity(model_dir)[0] != then.config_sha256:
@@ -171,9 +176,10 @@ def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) 
             device=on,
             dtype=dtype,
             settings=settings,
+            draft=draft_dir,
             progress=ProgressLine("loading"),
         )
-        for change in changes(then, describe_run(engine, model_dir)):
+        for change in changes(then, describe_run(engine, model_dir, draft_dir)):
             note(f"nanok3: {change}")
     same = True
     try:
@@ -184,6 +190,15 @@ def replay(path: Path, model: Path | None, *, device: str | None, strict: bool) 
     except RequestError as error:
         raise Refused(REQUEST, f"{path}: {error}") from error
     return DONE if same else DIFFERS
+
+
+def _draft_of(path: Path, then: Run, named: str | None) -> Path | None:
+    """The draft to replay with: the one named, or the record's if it is the packaged one."""
+    if named is not None:
+        return None if named == NO_DRAFT else Path(named)
+    if then.draft in (None, PACKAGED_DRAFT.name):
+        return PACKAGED_DRAFT if then.draft else None
+    raise Refused(USAGE, f"{path} is of the draft {then.draft}; name its directory by --draft")
 
 
 def batch(
@@ -232,20 +247,33 @@ def bench_decode(
     prompt_tokens: int,
     decode_tokens: int,
     repeats: int,
+    draft: str | None,
     as_json: bool,
 ) -> int:
+    """draft: a directory, or the name of the packaged one; then one request at a time."""
     _check_device(device, dtype)
     model_dir = model or PACKAGED_MODEL
+    report: bench.Report | DraftReport
     try:
         with _model_refused(model_dir):
-            report = bench.bench_decode(
-                EngineConfig(device=device, dtype=dtype),
-                model_dir,
-                requests,
-                prompt_tokens=prompt_tokens,
-                decode_tokens=decode_tokens,
-                repeats=repeats,
-            )
+            if draft is not None:
+                is_packaged = draft == PACKAGED_DRAFT.name
+                report = bench_draft(
+                    EngineConfig(device=device, dtype=dtype),
+                    model_dir,
+                    PACKAGED_DRAFT if is_packaged else Path(draft),
+                    max_tokens=decode_tokens,
+                    repeats=repeats,
+                )
+            else:
+                report = bench.bench_decode(
+                    EngineConfig(device=device, dtype=dtype),
+                    model_dir,
+                    requests,
+                    prompt_tokens=prompt_tokens,
+                    decode_tokens=decode_tokens,
+                    repeats=repeats,
+                )
     except bench.CheckFailed as error:
         raise Refused(FAILED, f"no speed is reported: {error}") from error
     write_out(("" if as_json else report.table() + "\n") + report.json() + "\n")
@@ -377,6 +405,7 @@ def load(options: Options, *, is_single: bool) -> Engine:
             device=options.device,
             dtype=options.dtype,
             settings=_settings(options, is_single),
+            draft=options.draft_dir,
             progress=ProgressLine("loading"),
         )
     if options.device != "cpu":
@@ -393,7 +422,8 @@ def _recorder(path: Path | None, engine: Engine, options: Options) -> Iterator[R
     if path is None:
         yield None
         return
-    run, settings = describe_run(engine, options.model_dir), settings_in_force(engine, options)
+    run = describe_run(engine, options.model_dir, options.draft_dir)
+    settings = settings_in_force(engine, options)
     with Recorder(path, run, settings) as recorder:
         yield recorder
 

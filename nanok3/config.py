@@ -237,6 +237,12 @@ class EngineConfig:
     prefill_chunk: int = 256  # prompt tokens of a request in one step, at most
     num_snapshots: int = 4  # finished prompts and replies kept to go on from
     gpus: int = 1  # ranks that share the model: processes, on a CPU too
+    num_drafts: int | None = None  # of a draft model, a step; None: as many as it has rows for
+    acceptance: str = "block"  # of drafts: "block" or "standard"
+    # Tokens a step below which a request stops drafting for a while. 2.5: k3-mini with its draft on
+    # one thread of an AMD EPYC, 2026-12-01 (`nanok3 bench decode --draft` measures it).
+    break_even: float = 2.5
+    adaptive_drafts: bool = False  # verify only drafts that pay, by costs measured at the start
     strict: bool = False  # rows one by one: a request's bits do not depend on its company
     ops: str = "auto"  # of decode on a GPU: "mega" (one launch a step), "chain", or the faster one
     debug: bool = False  # check owners before each step, poison what was freed
@@ -304,6 +310,14 @@ class EngineConfig:
                 self.max_context is not None and not 1 <= self.max_context <= longest,
                 f"max_context: expected 1 to {longest} tokens, the longest context of this model, "
                 f"found {self.max_context}",
+            ),
+            (
+                self.num_drafts is not None and self.num_drafts < 0,
+                f"num_drafts: expected at least 0, found {self.num_drafts}",
+            ),
+            (
+                self.acceptance not in ("block", "standard"),
+                f"acceptance: expected block or standard, found {self.acceptance!r}",
             ),
             (
                 num_slots > MAX_SLOTS,

@@ -361,6 +361,12 @@ class Counter:
         flops = 2 * routed.shape[0] * prod(w.weight.shape)
         self.note("latent_up", flops, [routed, shared, *parts_of(w)], [out])
 
+    def kda_recorded(self, *args: Any, out: Buffer) -> None:
+        raise AssertionError("counted without a draft")
+
+    def tap(self, delta: Buffer, streams: Sequence[Buffer], *, out: Buffer) -> None:
+        raise AssertionError("counted without a draft")
+
     def lm_head(self, x: Buffer, weight: Buffer, rows: Buffer, *, out: Buffer) -> None:
         wanted = rows.shape[0]
         used = x.part(wanted / x.shape[0]), weight.part(min(wanted, 1))

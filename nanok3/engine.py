@@ -47,6 +47,8 @@ from nanok3.request import Request, Result
 from nanok3.runner import DTYPES, Runner
 from nanok3.sampling import SamplingParams
 from nanok3.scheduler import Scheduler
+from nanok3.spec.config import DraftConfig, load_draft_config
+from nanok3.spec.draft_weights import DraftWeights, build_draft, load_draft
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weight_table import Filler, expected_tensors
 from nanok3.weights import Weights, build
@@ -70,6 +72,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         settings: EngineConfig,
         defaults: GenerationDefaults,
+        draft: tuple[DraftConfig, DraftWeights] | None = None,
         shard: Shard = WHOLE,
         exchange: Exchange | None = None,
     ) -> None:
@@ -78,7 +81,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.defaults = defaults
-        self._runner = Runner(config, weights, settings, shard, exchange)
+        self._runner = Runner(config, weights, settings, draft, shard, exchange)
         self._manager = self._runner.manager
         self._scheduler = Scheduler(self._runner)
         self._leader: Leader | None = None  # of other ranks
@@ -92,6 +95,7 @@ class Engine:
         device: str = "cpu",
         dtype: str | None = None,
         settings: EngineConfig | None = None,
+        draft: str | Path | None = None,
         progress: Progress | None = None,
         gpus: int | None = None,
     ) -> Engine:
@@ -102,6 +106,7 @@ class Engine:
         dtype: "float32", "bfloat16" or "float64", of weights and activations; else float32 on a
         CPU and bfloat16, the only one there, on a GPU.
         settings: everything else; its device, dtype and gpus give way to the arguments.
+        draft: a directory with a DSpark draft of this model, to decode several tokens a step.
         gpus: processes that share the model, on a CPU too (there by memory of one machine). This
         one starts the others, unless torchrun or srun has started all of them; then only rank 0
         returns from here, and the others follow it to their ends.
@@ -128,6 +133,13 @@ class Engine:
             problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
         if problems:
             raise ValueError("\n".join(problems))
+        draft_config = None if draft is None else load_draft_config(Path(draft))
+        if draft_config is not None and (problems := draft_config.problems(config)):
+            raise ValueError("\n".join(f"{draft}: {problem}" for problem in problems))
+        if draft_config is not None and device != "cpu":
+            raise ValueError(f"{draft}: drafts run on a CPU only so far; leave the draft out")
+        if draft_config is not None and settings.gpus > 1:
+            raise ValueError(f"{draft}: drafts run in one process only so far; leave the draft out")
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
         if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
@@ -151,7 +163,14 @@ class Engine:
                 weights = build(config, fields, shard)
             else:
                 weights = packed_weights(config, fields)
-            return cls(config, weights, tokenizer, settings, defaults, shard, exchange)
+            drafts = None
+            if draft_config is not None:
+                own = load_draft(Path(draft or ""), draft_config, DTYPES[dtype], device, progress)
+                drafts = (
+                    draft_config,
+                    build_draft(draft_config, own.__getitem__, weights.embed, weights.lm_head),
+                )
+            return cls(config, weights, tokenizer, settings, defaults, drafts, shard, exchange)
 
         if settings.gpus == 1:
             return engine_of(settings, WHOLE, None)

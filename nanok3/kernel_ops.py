@@ -27,8 +27,9 @@ from nanok3.kernels.rms_norm import rms_norm
 from nanok3.kernels.route import route
 from nanok3.ops import Ops, stay
 from nanok3.packing import Packed, PackedMLA
-from nanok3.reference.attn_res import AttnResWeights
+from nanok3.reference.attn_res import AttnResWeights, tap_ref
 from nanok3.reference.experts import ExpertWeights
+from nanok3.reference.kda_records import kda_recorded_ref
 from nanok3.reference.linear import GateUpWeights, LatentUpWeights
 from nanok3.reference.router import RouterWeights
 from nanok3.workspaces import allocate, decode_spaces
@@ -59,12 +60,14 @@ class Kernels:
             attn_res=self.attn_res,
             linear=self.linear,
             kda=kda_decode,
+            kda_recorded=kda_recorded_ref,  # TODO: issue 5, a kernel
             mla_latent=self.mla_latent,
             mla=self.mla,
             gate_up=self.gate_up,
             moe_in=self.moe_in,
             route=self.route,
             experts=self.experts,
+            tap=tap_ref,
             latent_up=self.latent_up,
             lm_head=self.lm_head,
             all_reduce=stay,

@@ -115,7 +115,7 @@ class DecodeLoop:
         """From now on a step has one row of each of these, which have one pending id each."""
         assert not self._queued and not self.batch, "the last batch is not dissolved"
         self._attended = any(_needs_host(r) for r in requests)
-        options = rows_of([_params(r) for r in requests], "cpu")
+        options = rows_of([params_of(r) for r in requests], "cpu")
         self._size = min(size for size in self._compute if size >= len(requests))
         self._fill(requests, options)
         variant = (options.uses_sort, options.uses_counts)
@@ -193,6 +193,9 @@ class DecodeLoop:
         self._failed = self._failed or failure is not None
         return failure
 
+    def settle(self) -> None:
+        """After the ids of a step were handed out: nothing, for the caches moved with the step."""
+
     def num_ahead(self, request: Request) -> int:
         """Queued steps that the request has a row in."""
         return self.num_queued if request in self.batch else 0
@@ -259,7 +262,7 @@ class DecodeLoop:
         return logprobs, gaps
 
 
-def _params(request: Request) -> SamplingParams:
+def params_of(request: Request) -> SamplingParams:
     """With all ids that end the request, which the device has to know."""
     return replace(request.params, stop_token_ids=tuple(sorted(request.stop_ids)))
 

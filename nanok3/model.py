@@ -26,16 +26,31 @@ from torch import Tensor
 from nanok3.cache import Cache
 from nanok3.config import ModelConfig
 from nanok3.ops import Ops
+from nanok3.reference.kda_records import KDARecords
 from nanok3.step import Buffers, Step
 from nanok3.weights import DenseWeights, LayerWeights, MoEWeights, Weights
 
 
 def forward(
-    config: ModelConfig, w: Weights, cache: Cache, step: Step, buf: Buffers, ops: Ops
+    config: ModelConfig,
+    w: Weights,
+    cache: Cache,
+    step: Step,
+    buf: Buffers,
+    ops: Ops,
+    taps: Sequence[int] = (),
 ) -> None:
-    """Tokens of `step` -> `buf.logits`; the caches hold these tokens afterwards."""
+    """Tokens of `step` -> `buf.logits`; the caches hold these tokens afterwards.
+
+    taps: after how many layers a draft reads the running sum, pending delta included (1 .. layers
+    - 1, ascending) -> `buf.taps`.
+    """
     embedding(w, step, buf, ops)
     for i, layer in enumerate(w.layers):
+        if i in taps:
+            at = taps.index(i) * config.hidden_size
+            streams = buf.streams[: -(-i // config.attn_res_block_size) + 1]
+            ops.tap(buf.delta, streams, out=buf.taps[:, at : at + config.hidden_size])  # [T, C]
         one_layer(config, i, layer, cache, step, buf, ops)
     head(w, buf.streams, step, buf, ops)
 
@@ -53,7 +68,9 @@ def one_layer(
     streams = buf.streams[: -(-i // res_block) + 1]
     if config.is_kda(i):
         k = config.kda_layer_ids.index(i)
-        kda_layer(w, cache.conv_state[k], cache.state[k], streams, i == 0, step, buf, ops)
+        records = None if step.records is None else step.records.layer(k)
+        states = cache.conv_state[k], cache.state[k]
+        kda_layer(w, *states, streams, i == 0, step, buf, ops, records)
     else:
         m = config.mla_layer_ids.index(i)
         mla_layer(w, cache.latent[m], streams, i == 0, step, buf, ops)
@@ -73,10 +90,16 @@ def kda_layer(
     step: Step,
     buf: Buffers,
     ops: Ops,
+    records: KDARecords | None = None,
 ) -> None:
     ops.attn_res(buf.delta, streams, w.attn_res, fresh, out=buf.x)  # [T, C]
     ops.linear(buf.x, w.in_proj, out=buf.kda_in)  # [T, q|k|v|gate|f_a|b]
-    ops.kda(buf.kda_in, w.attn, conv_state, state, step.state_slots, out=buf.kda_heads)
+    if records is None:
+        ops.kda(buf.kda_in, w.attn, conv_state, state, step.state_slots, out=buf.kda_heads)
+    else:  # rows that may be rolled back
+        ops.kda_recorded(
+            buf.kda_in, w.attn, conv_state, state, step.state_slots, records, out=buf.kda_heads
+        )
     ops.linear(buf.kda_heads, w.o_proj, out=buf.delta_sum)  # [T, C]
     ops.all_reduce(buf.delta_sum, out=buf.delta)
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from nanok3.comm.exchange import Exchange
-from nanok3.reference.attn_res import attn_res_ref
+from nanok3.reference.attn_res import attn_res_ref, tap_ref
 from nanok3.reference.embed import embed_ref
 from nanok3.reference.experts import experts_grouped_ref, experts_ref
 from nanok3.reference.kda import kda_chunked_ref, kda_ref
+from nanok3.reference.kda_records import kda_recorded_few, kda_recorded_ref
 from nanok3.reference.linear import (
     gate_up_ref,
     latent_up_ref,
@@ -28,7 +29,7 @@ from nanok3.reference.linear import (
     moe_in_ref,
 )
 from nanok3.reference.mla import mla_expanded_ref, mla_latent_ref, mla_ref
-from nanok3.reference.one_row import experts_one_row, kda_one_row, mla_one_row
+from nanok3.reference.one_row import experts_one_row, experts_sorted, kda_one_row, mla_one_row
 from nanok3.reference.router import route_ref
 
 
@@ -40,12 +41,14 @@ class Ops:
     attn_res: Callable[..., None]  # delta, streams, w -> streams[-1], out
     linear: Callable[..., None]  # x, weight -> out
     kda: Callable[..., None]  # x, w, conv_state, state -> conv_state, state, out
+    kda_recorded: Callable[..., None]  # x, w, conv_state, state -> records, out
     mla_latent: Callable[..., None]  # x, w -> cache rows, out
     mla: Callable[..., None]  # q, x (gate), w, cache -> out
     gate_up: Callable[..., None]  # x, w -> out
     moe_in: Callable[..., None]  # x, w -> router logits, latent, shared act
     route: Callable[..., None]  # logits, w -> ids, weights
     experts: Callable[..., None]  # latent, ids, weights, w -> out
+    tap: Callable[..., None]  # delta, streams[-1] -> out
     latent_up: Callable[..., None]  # routed, shared, w -> out
     lm_head: Callable[..., None]  # x, weight, rows -> out
     all_reduce: Callable[..., None]  # part -> whole: the sum over ranks
@@ -77,12 +80,14 @@ REFERENCE = Ops(
     attn_res=attn_res_ref,
     linear=linear_ref,
     kda=kda_ref,
+    kda_recorded=kda_recorded_ref,
     mla_latent=mla_latent_ref,
     mla=mla_ref,
     gate_up=gate_up_ref,
     moe_in=moe_in_ref,
     route=route_ref,
     experts=experts_ref,
+    tap=tap_ref,
     latent_up=latent_up_ref,
     lm_head=lm_head_ref,
     all_reduce=stay,
@@ -91,6 +96,7 @@ REFERENCE = Ops(
 )
 PREFILL = replace(REFERENCE, kda=kda_chunked_ref, mla=mla_expanded_ref)
 DECODE = replace(REFERENCE, kda=kda_one_row, mla=mla_one_row, experts=experts_one_row)
+VERIFY = replace(DECODE, kda_recorded=kda_recorded_few, mla=mla_ref, experts=experts_sorted)
 TRAIN = replace(PREFILL, experts=experts_grouped_ref)  # on Fresh buffers
 
 

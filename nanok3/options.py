@@ -12,6 +12,8 @@ from nanok3.chat import DEFAULT_EFFORT
 from nanok3.engine import DEFAULT_MAX_TOKENS, Engine
 
 PACKAGED_MODEL = Path(__file__).parent / "models" / "k3_mini"
+PACKAGED_DRAFT = Path(__file__).parent / "models" / "k3_mini_draft"
+NO_DRAFT = "none"
 
 COMMAND_LINE, CHECKPOINT, BUILT_IN = "command line", "generation_config.json", "built in"
 DERIVED = "worked out"  # from other settings, the model or the machine
@@ -34,11 +36,20 @@ class Options:
     show_config: bool
     ops: str | None = None  # None: the faster one
     gpus: int = 1
+    draft: str | None = None  # a directory or NO_DRAFT
     given: frozenset[str] = frozenset()  # of device, dtype and gpus, those that the person named
 
     @property
     def model_dir(self) -> Path:
         return self.model or PACKAGED_MODEL
+
+    @property
+    def draft_dir(self) -> Path | None:
+        """The packaged model has a draft of its own, used on a CPU by one process."""
+        if self.draft is None:
+            serves = self.model is None and self.device == "cpu" and self.gpus == 1
+            return PACKAGED_DRAFT if serves and PACKAGED_DRAFT.is_dir() else None
+        return None if self.draft == NO_DRAFT else Path(self.draft)
 
     @property
     def is_thinking(self) -> bool:
@@ -77,7 +88,7 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
         if name == "seed" and value is None:
             origin = DRAWN
         found.append(Setting(name, value, origin))
-    settings = engine.settings
+    settings, draft = engine.settings, options.draft_dir
     model = str(options.model or PACKAGED_MODEL.name)
     ends = sorted({engine.config.eos_token_id, *engine.defaults.eos_token_id})
     from_file = set(engine.defaults.eos_token_id) - {engine.config.eos_token_id}
@@ -85,6 +96,7 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
         *found,
         Setting("eos_token_id", ends, f"config.json{f', {CHECKPOINT}' if from_file else ''}"),
         Setting("model", model, said(options.model is not None)),
+        Setting("draft", draft.name if draft else NO_DRAFT, said(options.draft is not None)),
         Setting("device", settings.device, said("device" in options.given)),
         Setting("dtype", settings.dtype, said("dtype" in options.given)),
         Setting("gpus", settings.gpus, said("gpus" in options.given)),
@@ -95,6 +107,10 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
         Setting("num_blocks", settings.num_blocks, DERIVED if settings.num_blocks else BUILT_IN),
         Setting("block_size", settings.block_size, BUILT_IN),
         Setting("prefill_chunk", settings.prefill_chunk, BUILT_IN),
+        Setting("num_drafts", settings.num_drafts, BUILT_IN),
+        Setting("acceptance", settings.acceptance, BUILT_IN),
+        Setting("break_even", settings.break_even, BUILT_IN),
+        Setting("adaptive_drafts", settings.adaptive_drafts, BUILT_IN),
         Setting("num_snapshots", settings.num_snapshots, BUILT_IN),
         Setting("ops", settings.ops, said(options.ops is not None)),
         Setting("debug", settings.debug, BUILT_IN),

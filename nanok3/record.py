@@ -47,6 +47,8 @@ class Run:
     config_sha256: str
     weights_sha256: str
     engine: EngineConfig
+    draft: str | None = None  # name of the draft's directory; it decides what a sampled reply draws
+    draft_sha256: str | None = None  # of its config and its files' headers
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Record:
 # ---- who runs ----
 
 
-def describe_run(engine: Engine, model_dir: Path) -> Run:
+def describe_run(engine: Engine, model_dir: Path, draft_dir: Path | None = None) -> Run:
     config, weights = identity(model_dir)
     try:
         own_version = version("nanok3")
@@ -91,6 +93,8 @@ def describe_run(engine: Engine, model_dir: Path) -> Run:
         config_sha256=config,
         weights_sha256=weights,
         engine=engine.settings,
+        draft=None if draft_dir is None else draft_dir.resolve().name,
+        draft_sha256=None if draft_dir is None else "".join(identity(draft_dir)),
     )
 
 

@@ -47,10 +47,13 @@ def changes(then: Run, now: Run) -> list[str]:
         ("dtype", then.engine.dtype, now.engine.dtype),
         ("gpus", then.engine.gpus, now.engine.gpus),
         ("strict", then.engine.strict, now.engine.strict),
+        ("the draft", then.draft or "none", now.draft or "none"),
     ]
     found = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
     if then.weights_sha256 != now.weights_sha256:
         found.append("the weights' files are others (names, sizes or headers)")
+    if then.draft == now.draft and then.draft_sha256 != now.draft_sha256:
+        found.append("the draft's files are others (config, names, sizes or headers)")
     return found
 
 

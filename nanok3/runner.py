@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanok3 import model
-from nanok3.cache import CacheManager, allocate_cache
+from nanok3.cache import Cache, CacheManager, allocate_cache
 from nanok3.comm.exchange import Exchange
 from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory, rows_between
@@ -22,6 +22,11 @@ from nanok3.graph import Capture, Health, Run, buckets
 from nanok3.loop import DecodeLoop
 from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops, between_ranks
 from nanok3.request import Request
+from nanok3.spec.config import DraftConfig
+from nanok3.spec.draft_weights import DraftWeights
+from nanok3.spec.drafter import Drafter
+from nanok3.spec.target import Target
+from nanok3.spec_loop import SpecLoop
 from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
 
@@ -35,6 +40,7 @@ class Runner:
         config: ModelConfig,
         weights: Weights,
         settings: EngineConfig,
+        draft: tuple[DraftConfig, DraftWeights] | None = None,
         shard: Shard = WHOLE,
         exchange: Exchange | None = None,
     ) -> None:
@@ -48,9 +54,31 @@ class Runner:
         cache = allocate_cache(  # one slot and one block more than anyone gets: trash
             config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device, shard
         )
-        self.manager = CacheManager(cache, size, settings.num_snapshots, settings.debug)
+        self._drafter = None
+        if draft is not None and settings.num_drafts != 0:
+            self._drafter = Drafter(
+                *draft,
+                num_blocks=num_blocks + 1,
+                block_size=size,
+                max_num_reqs=settings.max_num_reqs,
+                max_context_rows=max(
+                    settings.prefill_chunk, settings.max_num_reqs * (draft[0].block_size + 1)
+                ),
+                dtype=dtype,
+                device=device,
+            )
+        self.manager = CacheManager(
+            cache,
+            size,
+            settings.num_snapshots,
+            settings.debug,
+            None if self._drafter is None else self._drafter.cache,
+        )
         max_rows = max(settings.max_num_reqs, settings.prefill_chunk)
-        self._buffers = allocate_buffers(config, max_rows, max_rows, dtype, device, shard)
+        self._taps = () if self._drafter is None else self._drafter.config.taps
+        self._buffers = allocate_buffers(
+            config, max_rows, max_rows, dtype, device, shard, num_taps=len(self._taps)
+        )
         one_row = between_ranks(REFERENCE, exchange)
         self._prefill_ops, self._one_row_ops = between_ranks(PREFILL, exchange), one_row
         self._decode_ops = one_row if settings.strict else between_ranks(DECODE, exchange)
@@ -72,7 +100,28 @@ class Runner:
             for tensor in vars(self._buffers).values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
         memory = StateMemory(max_blocks, size, buffers.logits[: settings.max_num_reqs])
-        self.loop = self._decode_loop(memory, buffers, run, health)
+        self.loop: DecodeLoop | SpecLoop = (
+            self._decode_loop(memory, buffers, run, health)
+            if self._drafter is None
+            else self._spec_loop(cache, self._drafter)
+        )
+
+    def _spec_loop(self, cache: Cache, drafter: Drafter) -> SpecLoop:
+        settings, most = self.settings, drafter.config.block_size
+        num_drafts = min(settings.num_drafts or most, most)
+        target = Target(
+            self.config,
+            self.weights,
+            cache,
+            self._taps,
+            block_size=settings.block_size,
+            max_num_reqs=settings.max_num_reqs,
+            max_drafts=num_drafts,
+            dtype=DTYPES[settings.dtype],
+            strict=settings.strict,
+            poison=settings.debug,
+        )
+        return SpecLoop(target, drafter, num_drafts, settings)
 
     def _decode_loop(
         self,
@@ -151,7 +200,9 @@ class Runner:
         for request in requests:
             request.in_flight = True
         with torch.inference_mode():
-            model.forward(self.config, self.weights, self.manager.cache, step, buf, ops)
+            model.forward(self.config, self.weights, self.manager.cache, step, buf, ops, self._taps)
+        if self._drafter is not None:
+            self._drafter.keep(buf.taps, step.positions, step.slot_mapping)
         return buf
 
 

@@ -106,7 +106,7 @@ class SamplingRows:
     repetition: Tensor  # [T] f64
     min_tokens: Tensor  # [T] i64
     stop_ids: Tensor  # [T, S] i64, banned below min_tokens; -1 = padding
-    uses_sort: bool  # some row has top-k or top-p
+    uses_sort: bool  # some row that samples has top-k or top-p
     uses_counts: bool  # some row has a penalty or min_tokens, so `sample` needs its counts
 
 
@@ -155,7 +155,7 @@ def rows_of(params: Sequence[SamplingParams], device: torch.device | str) -> Sam
         repetition=floats([p.repetition_penalty for p in params]),
         min_tokens=ints([p.min_tokens for p in params]),
         stop_ids=torch.tensor(padded, dtype=torch.int64, device=device).view(len(params), width),
-        uses_sort=any(p.top_k > 0 or p.top_p < 1 for p in params),
+        uses_sort=any((p.top_k > 0 or p.top_p < 1) and p.temperature > 0 for p in params),
         uses_counts=any(_uses_counts(p) for p in params),
     )
 

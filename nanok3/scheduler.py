@@ -121,6 +121,7 @@ class Scheduler:
             if not request.done:
                 _take(request, drawn)
             request.in_flight = False
+        self._loop.settle()
 
     def _retire_done(self) -> None:
         for request in [r for r in self.running if r.done]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanok3.config import WHOLE, ModelConfig, Shard
+from nanok3.reference.kda_records import KDARecords
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Step:
     state_slots: Tensor  # [R] i64, KDA slot of each request; slot 0 is trash
     logit_rows: Tensor  # [N] i64, rows whose logits are wanted
     block_size: int
+    # Of rows that may be rolled back: KDA states are read, and what would move them noted here.
+    records: KDARecords | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Buffers:
     shared_part: Tensor  # [T, C / P] of shared_sum: there the sum over ranks is left
     logits: Tensor  # [N, V] f32
     logits_part: Tensor  # [N, V / P] of logits
+    taps: Tensor  # [T, taps * C], what a draft reads of the target
 
 
 LOGITS = ("logits", "logits_part")  # buffers of N rows
@@ -93,7 +97,7 @@ def without_parts(buffers: Buffers) -> dict[str, Any]:
     return {name: b for name, b in vars(buffers).items() if name not in SUMS | COLUMNS}
 
 
-def widths(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, int]:
+def widths(config: ModelConfig, shard: Shard = WHOLE, num_taps: int = 0) -> dict[str, int]:
     """Columns of each activation buffer of a rank that is no view of another: of its own heads and
     its part of F, else whole."""
     c, kda = config, config.linear_attn_config
@@ -117,6 +121,7 @@ def widths(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, int]:
         "shared_act": shard.local(c.shared_intermediate_size),
         "shared_sum": c.hidden_size,
         "logits": c.vocab_size,
+        "taps": num_taps * c.hidden_size,
     }
 
 
@@ -134,6 +139,7 @@ def allocate_buffers(
     dtype: torch.dtype,
     device: str,
     shard: Shard = WHOLE,
+    num_taps: int = 0,
 ) -> Buffers:
     """Uninitialised buffers: an op may read only what an op of the same pass wrote."""
     special = buffer_dtypes(dtype)
@@ -144,7 +150,7 @@ def allocate_buffers(
             dtype=special.get(name, dtype),
             device=device,
         )
-        for name, width in widths(config, shard).items()
+        for name, width in widths(config, shard, num_taps).items()
     }
     streams = torch.empty(
         config.num_res_blocks, max_rows, config.hidden_size, dtype=dtype, device=device

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from drafts import draft_weights
 from tiny import TINY, tiny_weights
 
 from nanok3.cache import TRASH
@@ -17,6 +18,7 @@ from nanok3.reply import Event
 from nanok3.request import Request, Result
 from nanok3.runner import DTYPES
 from nanok3.sampling import SamplingParams
+from nanok3.spec.config import draft_config
 from nanok3.tokenizer import Tokenizer
 from nanok3.weights import Weights
 
@@ -42,11 +44,13 @@ def make_engine(
     defaults: GenerationDefaults | None = None,
     tokenizer: Tokenizer | None = TOKENIZER,
     runs_ahead: bool = False,
+    draft: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Engine:
     """Strict, in debug mode, with room for many requests, unless told otherwise.
 
-    runs_ahead: queue a step before the last one is read, as on a GPU.
+    runs_ahead: queue a step before the last one is read, as on a GPU. draft: config.json of a
+    draft, which gets random weights.
     """
     chosen = EngineConfig(
         **(
@@ -57,7 +61,12 @@ def make_engine(
     )
     assert not chosen.problems(config)
     weights = weights_of(config, chosen.dtype, readable)
-    engine = Engine(config, weights, tokenizer, chosen, defaults or GenerationDefaults())
+    drafts = None
+    if draft is not None:
+        c = draft_config(draft)
+        assert not c.problems(config)
+        drafts = c, draft_weights(c, 11, weights, DTYPES[chosen.dtype])
+    engine = Engine(config, weights, tokenizer, chosen, defaults or GenerationDefaults(), drafts)
     engine._runner.loop.runs_ahead = runs_ahead
     return engine
 

@@ -40,7 +40,7 @@ def ahead(**settings: Any) -> Engine:
 
 
 def caches_of(engine: Engine, snapshot: Snapshot) -> list[torch.Tensor]:
-    latent = torch.cat([engine._manager._block(b) for b in snapshot.blocks], 1)
+    latent = engine._manager.latent_of(snapshot.blocks)
     return [snapshot.state, snapshot.conv_state, latent[:, : len(snapshot.token_ids)]]
 
 
@@ -273,7 +273,7 @@ def test_a_row_that_ended_writes_only_trash(strict: bool) -> None:
     assert slot is not None
 
     def own() -> list[torch.Tensor]:
-        pages = torch.cat([engine._manager._block(b) for b in blocks], 1)
+        pages = engine._manager.latent_of(blocks)
         return [cache.state[:, slot].clone(), cache.conv_state[:, slot].clone(), pages]
 
     before = own()

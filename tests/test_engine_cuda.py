@@ -373,7 +373,7 @@ def test_what_is_kept_after_an_end_is_exact_when_running_ahead(ops: str) -> None
                 manager.drop(snapshot)
             engine.generate(PROMPTS[0], params, thinking=False)
             for s in manager.snapshots:
-                pages = torch.cat([manager._block(b) for b in s.blocks], 1)[:, : len(s.token_ids)]
+                pages = manager.latent_of(s.blocks)[:, : len(s.token_ids)]
                 snapshots.append((s.token_ids, [s.state, s.conv_state, pages]))
         kept.append(snapshots)
     assert len(kept[0]) == len(kept[1]) == 4

@@ -223,8 +223,8 @@ def test_a_row_of_minus_infinity_is_no_distribution_either(monkeypatch: pytest.M
     engine = make_engine()
     forward = runner_module.model.forward
 
-    def broken(config: Any, w: Any, cache: Any, step: Any, buf: Any, ops: Any) -> None:
-        forward(config, w, cache, step, buf, ops)
+    def broken(config: Any, w: Any, cache: Any, step: Any, buf: Any, *others: Any) -> None:
+        forward(config, w, cache, step, buf, *others)
         if len(buf.logits) and int(step.input_ids[0]) == 77:
             buf.logits[0, 5] = float("-inf")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from compare import check_close, check_equal
 from engines import (
     BLOCK,
@@ -82,8 +81,10 @@ def test_a_snapshot_is_the_state_at_its_last_id(strict: bool, chunk: int) -> Non
     while request.num_cached < 129:
         judge.step()
     right = snapshot_of(judge, prompt[:-1])
-    pages = [[e._manager._block(b) for b in s.blocks] for e, s in ((engine, kept), (judge, right))]
-    latents = [torch.cat(blocks, 1)[:, :129] for blocks in pages]
+    latents = [
+        m.latent_of(s.blocks)[:, :129]
+        for m, s in ((engine._manager, kept), (judge._manager, right))
+    ]
     pairs = ((kept.state, right.state), (kept.conv_state, right.conv_state), tuple(latents))
     for found, expected in pairs:
         if strict:

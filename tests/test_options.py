@@ -37,7 +37,9 @@ def test_every_setting_has_an_origin(
 ) -> None:
     found = generate(model, tmp_path / "a", "--show-config")
     names = set(vars(SamplingParams())) | {ENGINE_NAMES.get(n, n) for n in vars(EngineConfig())}
-    assert found.keys() == names | {"thinking", "effort", "model", "threads", "eos_token_id"}
+    assert found.keys() == names | {
+        *("thinking", "effort", "model", "draft", "threads", "eos_token_id")
+    }
     shown = capsys.readouterr().err.splitlines()
     for name, (_, origin) in found.items():
         assert any(s.startswith(f"{name} ") and s.endswith(f" ({origin})") for s in shown), name

@@ -40,7 +40,9 @@ def test_the_widths_of_k3() -> None:
         "shared_act": 6144,
         "shared_sum": 7168,
         "logits": 163840,
+        "taps": 0,
     }
+    assert widths(K3, num_taps=5)["taps"] == 35840
     assert {*widths(K3), "streams", *SUMS, *COLUMNS} == set(Buffers.__dataclass_fields__)
     assert K3.num_res_blocks == 9
 

@@ -50,3 +50,8 @@ def attn_res_ref(
     prefix, normed = attn_res_value(delta, streams, w, fresh)
     streams[-1].copy_(prefix)
     out.copy_(normed)
+
+
+def tap_ref(delta: Tensor, streams: Tensor | Sequence[Tensor], *, out: Tensor) -> None:
+    """The running sum with the pending delta, as the next `attn_res` of it will leave it."""
+    out.copy_(acc(streams[-1]) + acc(delta))

@@ -88,14 +88,20 @@ def kda_rows(x: Tensor, w: KDAWeights, conv_state: Tensor) -> tuple[KDARows, Ten
 
 def recurrence(rows: KDARows, state: Tensor) -> tuple[Tensor, Tensor]:
     """The delta rule row by row: state [R, H, Dk, Dv] -> (o [R, H, Q, Dv], state)."""
-    outputs = []
+    return recurrence_rows(rows, state)[:2]
+
+
+def recurrence_rows(rows: KDARows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same and each row's e, [R, H, Q, Dv]."""
+    outputs, errors = [], []
     for i in range(rows.q.shape[2]):
         q, k, v = rows.q[:, :, i], rows.k[:, :, i], rows.v[:, :, i]  # [R, H, D]
         state = state * rows.log_decay[:, :, i].exp().unsqueeze(-1)
         error = v - (k.unsqueeze(-2) @ state).squeeze(-2)
         state = state + (rows.beta[:, :, i, None] * k).unsqueeze(-1) * error.unsqueeze(-2)
         outputs.append((q.unsqueeze(-2) @ state).squeeze(-2))
-    return torch.stack(outputs, dim=2), state
+        errors.append(error)
+    return torch.stack(outputs, dim=2), state, torch.stack(errors, dim=2)
 
 
 def sub_chunk(lower_bound: float) -> int:

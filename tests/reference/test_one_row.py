@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from compare import check_bf16, check_close, check_equal
@@ -11,7 +13,7 @@ from torch import Tensor
 from nanok3.reference.experts import experts_value
 from nanok3.reference.kda import kda_ref
 from nanok3.reference.mla import mla_ref
-from nanok3.reference.one_row import experts_one_row, kda_one_row, mla_one_row
+from nanok3.reference.one_row import experts_one_row, experts_sorted, kda_one_row, mla_one_row
 from nanok3.step import widths
 
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -90,8 +92,9 @@ def test_mla(positions: list[int]) -> None:
     check(outs["fast"], outs["plain"], "out")
 
 
+@pytest.mark.parametrize("op", [experts_one_row, experts_sorted])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_experts(num_rows: int) -> None:
+def test_experts(num_rows: int, op: Callable[..., None]) -> None:
     ids = normal(4, num_rows, TINY.num_experts).argsort(-1)[:, : TINY.num_experts_per_token]
     outs: dict[str, dict[torch.dtype, Tensor]] = {"fast": {}, "plain": {}}
     for dtype in DTYPES:
@@ -100,7 +103,7 @@ def test_experts(num_rows: int) -> None:
         latent = normal(5, num_rows, WIDTHS["latent"]).bfloat16().to(dtype)
         weights = normal(6, *ids.shape).sigmoid().float().to(wide)
         out = torch.full((num_rows, WIDTHS["routed"]), float("nan"), dtype=dtype)
-        experts_one_row(latent, ids, weights, w, out=out)
+        op(latent, ids, weights, w, out=out)
         outs["fast"][dtype] = out
         outs["plain"][dtype] = experts_value(latent, ids, weights, w).to(dtype)
     check(outs["fast"], outs["plain"], "out")
