@@ -49,11 +49,7 @@ NEXT = {"attn": ("mlp.score", "mlp.streams"), "mlp": ("next.score", "next.stream
 HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
 
 
-ONE_ROW_WORDS = ("kda_in", "kda_heads")  # words in a step of one row, signalled in others
-
-
-def is_words(r, buffer: str) -> bool:
-    return buffer in ONE_ROW_WORDS and r.sizes.pass_rows == 1
+WORDS: tuple[str, ...] = ()  # products of x whose parts are words: nobody signals them
 
 
 def product_of(weight: str) -> str:
@@ -88,14 +84,13 @@ class LoadOps(Loader):
 
     def linear(self, x, weight, *, out):
         self.load(weight)
-        if out not in ("delta_sum", "shared_sum") and not is_words(self, out):
+        if out not in ("delta_sum", "shared_sum", *WORDS):
             self.signal(out)
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.fresh()
         self.program.units["kda"].load(self)
-        if not is_words(self, "kda_heads"):
-            self.signal("kda_heads")
+        self.signal("kda_heads")
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
         if self.sizes.pass_rows > 1:
@@ -236,7 +231,7 @@ class ComputeOps(Compute):
         attn_res.stage(self, norm, *place, self.tag_of["mixed"])
         self.bar()
         self.mark(READY)
-        tag = self.new_tag(buffer) if is_words(self, buffer) else None
+        tag = self.new_tag(buffer) if buffer in WORDS else None
         linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product, tag))
         if tag is None:
             self.signal(buffer)
@@ -278,9 +273,7 @@ class ComputeOps(Compute):
             self.prepare()
         linear = self.program.products[product_of(weight)]
         staged = self.shared("scratch")
-        if is_words(self, x):
-            self.bar()  # scratch is free
-        elif x != "q_latent":
+        if x != "q_latent":
             self.wait(x)
         if x == "q_latent":
             self.program.units["mla"].stage_q(self, staged)
@@ -343,11 +336,8 @@ class ComputeOps(Compute):
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.begin("kda")
-        if is_words(self, "kda_heads"):
-            self.new_tag("kda_heads")
         state = self.program.units["kda"].compute_heads(self)
-        if not is_words(self, "kda_heads"):
-            self.signal("kda_heads")
+        self.signal("kda_heads")
         self.program.units["kda"].store(self, state)
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
