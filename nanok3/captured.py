@@ -22,8 +22,9 @@ from nanok3.ops import Ops
 from nanok3.step import Buffers, Step, allocate_buffers
 from nanok3.weights import Weights
 
-# Steps of up to so many rows run through MEGA where nobody says otherwise: as many as it takes.
-FASTEST_ROWS = MAX_ROWS
+# Steps of up to so many rows run through MEGA where nobody says otherwise: at one row it is the
+# faster one, at eight the chain is, between them nobody has measured (docs/perf/layers.md).
+FASTEST_ROWS = 1
 
 
 @dataclass(frozen=True)

@@ -399,6 +399,21 @@ def bench_step(**options: Any) -> int:
     return commands.bench_layers("step", **options)
 
 
+@cli.command("trace", epilog=EPILOG)
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--kind", type=click.Choice(["kda", "mla"]), default="kda", show_default=True)
+@click.option("--tp", type=click.IntRange(1), default=16, show_default=True, help="Ranks.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--rows", type=click.IntRange(1), default=1, show_default=True, help="Of a request.")
+@click.option("--context", type=click.IntRange(1), default=4096, show_default=True)
+def trace(out: Path, kind: str, **sizes: int) -> int:
+    """Where the persistent kernel's time goes: OUT is a file for Perfetto; prints a table."""
+    from nanok3 import commands
+
+    return commands.trace(out, kind, **sizes)
+
+
 def read_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB|TB|MiB|GiB|TiB)?", text)
     if found is None:

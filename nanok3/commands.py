@@ -292,15 +292,7 @@ def bench_layers(
     json_file: Path | None,
 ) -> int:
     """kind: "kda", "mla" or "step". A case for every combination."""
-    if tp not in TP_SIZES:
-        raise Refused(USAGE, f"--tp {tp}: choose one of {', '.join(map(str, TP_SIZES))}")
-    if rank >= tp:
-        raise Refused(USAGE, f"--rank {rank}: {tp} ranks are numbered from 0")
-    if problems := Shard(rank, tp).problems(K3):
-        raise Refused(USAGE, f"--tp {tp}: {problems[0]}")
-    if min(context) < max(rows):
-        raise Refused(USAGE, f"--context {min(context)}: it includes the {max(rows)} rows")
-    _check_device("cuda", "bfloat16")
+    _check_rank(tp, rank, min(context), max(rows))
     from nanok3 import bench_layer  # here, for it brings CuTe DSL
 
     layers = () if kind == "step" else bench_layer.layers_of_kind(K3, kind)
@@ -314,6 +306,38 @@ def bench_layers(
                 file.write(report.json() + "\n")
         refused = refused or bool(report.refused)
     return FAILED if refused else DONE
+
+
+def trace(
+    out: Path, kind: str, *, tp: int, rank: int, requests: int, rows: int, context: int
+) -> int:
+    """kind: "kda" or "mla"."""
+    _check_rank(tp, rank, context, rows)
+    from nanok3 import bench_layer  # here, for these bring CuTe DSL
+    from nanok3.mega_ops import MAX_ROWS
+    from nanok3.trace import trace_layers
+
+    if requests * rows > MAX_ROWS:
+        raise Refused(USAGE, f"{requests} x {rows} rows: the persistent kernel takes {MAX_ROWS}")
+    if not out.absolute().parent.is_dir():
+        raise Refused(USAGE, f"{out}: there is no such directory; name an existing one")
+    layers = bench_layer.layers_of_kind(K3, kind)
+    case = bench_layer.Case(layers, tp, rank, requests, rows, context)
+    write_out(trace_layers(K3, case, out) + "\n")
+    return DONE
+
+
+def _check_rank(tp: int, rank: int, least_context: int, most_rows: int) -> None:
+    """Refused, if the real K3 has no such rank or there is no GPU for it."""
+    if tp not in TP_SIZES:
+        raise Refused(USAGE, f"--tp {tp}: choose one of {', '.join(map(str, TP_SIZES))}")
+    if rank >= tp:
+        raise Refused(USAGE, f"--rank {rank}: {tp} ranks are numbered from 0")
+    if problems := Shard(rank, tp).problems(K3):
+        raise Refused(USAGE, f"--tp {tp}: {problems[0]}")
+    if least_context < most_rows:
+        raise Refused(USAGE, f"--context {least_context}: it includes the {most_rows} rows")
+    _check_device("cuda", "bfloat16")
 
 
 def plan(
