@@ -105,9 +105,7 @@ def texts(config: ModelConfig) -> dict[str, Text]:
 # ---- sizes and table ----
 
 
-def sizes_of(
-    config: ModelConfig, shard: Shard, pass_rows: int, sms: int, block_size: int, most_blocks: int
-) -> Sizes:
+def sizes_of(config: ModelConfig, shard: Shard, pass_rows: int, sms: int, block_size: int) -> Sizes:
     c, kda = config, config.linear_attn_config
     dense = not all(c.is_moe(i) for i in range(c.num_hidden_layers))
 
@@ -140,7 +138,6 @@ def sizes_of(
         up_first=first(c.hidden_size),
         embed_rows=shard.local(c.vocab_size),
         embed_first=first(c.vocab_size),
-        most_blocks=most_blocks,
         block_size=block_size,
         eps=c.rms_norm_eps,
         beta=c.activation_situ_beta,
@@ -291,9 +288,8 @@ class Mega:
     def _space(self, pass_rows: int) -> Space:
         device = self._table.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        c, blocks = self.config, self._max_blocks
-        sizes = sizes_of(c, self.shard, pass_rows, sms, self._block_size, blocks)
-        program = program_of(c, sizes, self._whole, **self._options)
+        sizes = sizes_of(self.config, self.shard, pass_rows, sms, self._block_size)
+        program = program_of(self.config, sizes, self._whole, **self._options)
         place, work = int(pass_rows > 1), work_of(program, str(device))
         space = Space(program, place, work, stamps_of(program, str(device)))
         self._spaces.append(space)

@@ -54,7 +54,6 @@ KNOWN_STACK = {
 }
 PASSES = (1, 8)  # rows of a pass that launchers ask for
 BLOCK_SIZE = 64
-MEGA_BLOCKS = 64  # of a request, in the persistent kernel
 SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 152}  # what the persistent kernel is cut for
 
 
@@ -136,7 +135,7 @@ def mega_variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Var
     """The persistent kernel for a whole step."""
 
     def compile_for(pass_rows: int, arch: str) -> Any:
-        sizes = sizes_of(config, shard, pass_rows, SMS[arch], BLOCK_SIZE, MEGA_BLOCKS)
+        sizes = sizes_of(config, shard, pass_rows, SMS[arch], BLOCK_SIZE)
         return compile_mega(Program(sizes, texts(config), whole=True), arch)
 
     for rows in PASSES:

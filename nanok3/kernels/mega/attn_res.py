@@ -14,11 +14,12 @@ Then  x = (alpha prefix + beta p) rstd norm,  alpha, beta, rstd from five number
 
 step            what                                          words         read by
 `score_ahead`   a_i of the next op, a (row, stream) a CTA     scores        `prepare`, `stage`
+`score_last`    that of p, if its stream is finished with it  scores        `prepare`, `stage`
 `prepare`       prefix of the next op, own columns
 `update`        p, and the sums over own columns              mixed, stats  `stage`
 `stage`         x of a K slice, to shared memory, by the product that reads x
 
-Waits    none: `stage` and `prepare` look at words until they are there (`role`).
+Waits    none: who reads words looks at them until they are there (`role`).
 Rounding p to bf16; prefix and sums to 16 bits of mantissa, where words carry a tag; the normalised
          mix to bf16, then its product with norm. Sums in float32: columns of a CTA, then CTAs in
          the order of lanes.
@@ -153,7 +154,7 @@ class AttnRes(Traced):
 
     @cute.jit
     def read_scores(self, r, row: Int32, finished: Int32):
-        """-> a row's a_i [MOST_FINISHED], those that are not below all others. By whole warps."""
+        """-> a row's a_i [MOST_FINISHED]; of streams not finished LOWEST. By whole warps."""
         scores = cute.make_rmem_tensor((MOST_FINISHED,), Float32)
         for i in cutlass.range_constexpr(MOST_FINISHED):
             scores[i] = Float32(LOWEST)
@@ -171,7 +172,7 @@ class AttnRes(Traced):
 
     @cute.jit
     def prepare(self, r, score: Int64, finished: Int32):
-        """prefix of the own columns for the next op, and their scores, ready before p is."""
+        """prefix and score vector of the own columns for the next op, before p is there."""
         for i in cutlass.range(r.tid, self.sizes.own_tiles * TILE, THREADS, unroll=1):
             column, there = self.column(r, i // TILE * (self.rows * TILE) + i % TILE)
             value = Float32(0.0)

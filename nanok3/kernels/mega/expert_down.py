@@ -28,7 +28,7 @@ from nanok3.dsl import (
     st_global_u16,
     st_shared_u32,
 )
-from nanok3.kernels.mega.expert_parts import SUMS, Parts, multiply_block, sums_of, unscaled
+from nanok3.kernels.mega.expert_parts import SUMS, Parts, multiply_block, unscaled
 from nanok3.kernels.mega.linear import THREADS, partial_bytes
 from nanok3.kernels.mega.role import Frozen
 from nanok3.kernels.mega.route import Tables
@@ -175,9 +175,9 @@ class Down(Frozen):
                 block_at = at + side * self.part_bytes + i * BLOCK_BYTES
                 c[side] = multiply_block(block_at, r.lane, words, c[side])
         for side in cutlass.range_constexpr(SIDE):
-            sums = sums_of(c[side])
-            for j in cutlass.range_constexpr(4):
-                total[4 * side + j] = total[4 * side + j] + weights[j % 2] * sums[j]
+            for j in cutlass.range_constexpr(SUMS):
+                own = SUMS * side + j
+                total[own] = total[own] + weights[j % 2] * c[side][j]
 
     @cute.jit
     def finish(self, r, tile: Int32, tiles: Int32, partial: Int32):

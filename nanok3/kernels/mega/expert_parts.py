@@ -2,9 +2,9 @@
 
 Inputs x carry a factor X_FACTOR, a power of two, and so do all sums; whoever rounds a sum takes it
 out. Weights are multiplied as they are unpacked, 2^-126 times their values: subnormal numbers,
-which the mma takes (`SCALE_SUMS`), and the factor keeps the products normal ones. A block is one
-scale group, so its sums are multiplied by the scales, not its weights: 4 multiplications instead
-of 8. Right for x and sums from 2^-60 to 2^60.
+which the mma takes, and the factor keeps the products normal ones. A block is one scale group, so
+its sums are multiplied by the scales, not its weights: 4 multiplications instead of 8. Right for x
+and sums from 2^-60 to 2^60.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from nanok3.dsl import (
 )
 from nanok3.kernels.mega.role import Frozen
 from nanok3.kernels.mega.sizes import TILE, WARPS
-from nanok3.kernels.mxfp4 import VALUE_BYTES, load_block, unpack
+from nanok3.kernels.mxfp4 import VALUE_BYTES, unpack
 
-SCALE_SUMS = True  # False: weights are multiplied by their scales (for an mma without subnormals)
-SUMS = 4 if SCALE_SUMS else 8  # a lane's accumulators of a tile
-FACTOR_BITS = 64 if SCALE_SUMS else 0
+SUMS = 4  # a lane's accumulators of a tile
+FACTOR_BITS = 64
 X_FACTOR = 2.0**FACTOR_BITS
 
 
 def scaled(word):
     """A pair of x with its factor. Exact."""
-    if not FACTOR_BITS:
-        return word
     return mul_bf16x2(word, Uint32((127 + FACTOR_BITS << 7) * 0x10001))
 
 
 def unscaled(value):
     """A sum without the factor. Exact."""
-    return value * Float32(1 / X_FACTOR) if FACTOR_BITS else value
+    return value * Float32(1 / X_FACTOR)
 
 
 def multiply_block(at, lane, x, c):
@@ -49,9 +46,6 @@ def multiply_block(at, lane, x, c):
 
     x: four words, columns 8q .. 8q + 7 of the lane's row g of x, `scaled`.
     """
-    if not SCALE_SUMS:
-        first, second = load_block(at, lane)
-        return (*mma_bf16(first, x[:2], c[:4]), *mma_bf16(second, x[2:], c[4:]))
     top, bottom = ld_shared_u32x2(at + lane * 8)
     scales_at = at + VALUE_BYTES + lane // 4 * 2
     upper = float_of(ld_shared_u8(scales_at) << 23)  # 2^(scale - 1), of row g
@@ -59,12 +53,7 @@ def multiply_block(at, lane, x, c):
     a, b = unpack(top), unpack(bottom)
     sums = mma_bf16((a[0], b[0], a[1], b[1]), x[:2], (Float32(0.0),) * 4)
     sums = mma_bf16((a[2], b[2], a[3], b[3]), x[2:], sums)
-    return tuple(c[j] + (upper, lower)[j // 2] * sums[j] for j in range(4))
-
-
-def sums_of(c):
-    """The four sums that SUMS accumulators stand for."""
-    return [c[j] + c[4 + j] if SUMS == 8 else c[j] for j in range(4)]
+    return tuple(c[j] + (upper, lower)[j // 2] * sums[j] for j in range(SUMS))
 
 
 class Parts(Frozen):

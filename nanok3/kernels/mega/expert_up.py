@@ -37,7 +37,6 @@ from nanok3.kernels.mega.expert_parts import (
     Parts,
     multiply_block,
     scaled,
-    sums_of,
     unscaled,
 )
 from nanok3.kernels.mega.linear import THREADS, batch_tiles, partial_bytes, x_stride
@@ -187,7 +186,7 @@ class Up(Frozen):
                 for j in cutlass.range_constexpr(SUMS):
                     c[j] = sums[j]
             r.release()
-        self.parts.put(r, partial, sums_of(c))
+        self.parts.put(r, partial, [c[j] for j in range(SUMS)])
 
     @cute.jit
     def finish(self, r, first: Int32, here: Int32, partial: Int32):

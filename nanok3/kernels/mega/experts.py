@@ -35,16 +35,16 @@ class Experts(Frozen):
         r.signal("routed")
 
     def ahead(self, r):
-        """One row: stages z. After "moe_in" was waited for, before a wait for all cp.async and a
-        barrier of `route`."""
+        """One row: stages z. After "moe_in" was waited for, before `route` waits for all cp.async
+        and has a barrier."""
         if self.rows == 1:
             self.up.stage(r, r.shared("scratch") + self.z)
 
-    def compute(self, r, ahead: bool = False):
-        """The compute warps. `ahead`: that method was called."""
+    def compute(self, r):
+        """The compute warps, after `ahead`."""
         z = r.shared("scratch") + self.z
         r.begin("expert_up")
-        if not ahead or self.rows > 1:
+        if self.rows > 1:
             self.up.stage(r, z)
             cute.arch.cp_async_wait_group(0)
             r.bar()

@@ -13,9 +13,9 @@ step              what                                                   publish
                   to shared memory; the new windows
 
 What does not depend on this step's rows is asked for before they are waited for: f_b lies in
-registers, as it goes into the mma, the rest in shared memory. kda_heads is o
-times o_norm and the gate: only the norm's factor is missing, as the four quarters of a head lie in
-different CTAs; kda_squares are their sums of o^2.
+registers, as it goes into the mma, the rest in shared memory. kda_heads is o times o_norm and the
+gate: only the norm's factor is missing, as the four quarters of a head lie in different CTAs;
+kda_squares are their sums of o^2.
 
 Shapes   kda_in [slices, T, q|k|v|gate|f_a|b] f32; conv, f_b, A_log, dt_bias, o_norm, conv_state and
          state as `kda_decode`. T = R Q up to 8.
@@ -155,10 +155,6 @@ class KDA:
 
     # ---- compute ----
 
-    def compute(self, r):
-        """By all CTAs, with the state stored."""
-        self.store(r, self.compute_heads(r))
-
     @cute.jit
     def compute_heads(self, r):
         """-> where `store` puts the state of the CTA's last unit, 0 if it has none."""
@@ -221,9 +217,8 @@ class KDA:
             r.field("kda.o_norm") + Int64(quarter * COLUMNS + r.lane) * 4
         )
         constants[RATE] = ld_global_f32(r.field("kda.A_log") + Int64(head) * 4)
-        key = (
-            head * DIM + r.warp * 16 + (r.lane >> 2)
-        )  # the lane makes the decay of `key`, `key` + 8
+        # the lane makes the decays of `key` and `key` + 8
+        key = head * DIM + r.warp * 16 + (r.lane >> 2)
         bias = r.field("kda.dt_bias") + Int64(key) * 4
         for i in cutlass.range_constexpr(2):
             constants[BIAS + i] = ld_global_f32(bias + Int64(32 * i))

@@ -8,7 +8,7 @@ one more warp passes on their signals.
     the caller's delta
 
 Bytes    the layers' weights once, for up to 8 rows; `nanok3.count` says how many.
-Waits    derived from the text: an op waits for the signals of the buffers that it reads (`role`).
+Waits    an op waits for the signals, or the words, of the buffers that it reads (`role`, `ops`).
 Archs    sm_90a, sm_100a, sm_103a; sm_90a has run.
 """
 
@@ -31,7 +31,7 @@ from nanok3.kernels.mega.kda import KDA
 from nanok3.kernels.mega.linear import Linear, partial_bytes
 from nanok3.kernels.mega.mla import MLA
 from nanok3.kernels.mega.ops import ComputeOps, LoadOps
-from nanok3.kernels.mega.role import FLIGHT, LIMIT, NEXT_SIGNAL, NEXT_TAG, PENDING, Signaller
+from nanok3.kernels.mega.role import LIMIT, NEXT_SIGNAL, NEXT_TAG, PENDING, Signaller
 from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import (
     PASS,
@@ -90,15 +90,14 @@ class Program:
         texts: dict[str, Text],
         *,
         whole: bool,
-        waits: bool = True,
         stamps: bool = False,
         limit: int = LIMIT,
-        flight: int = FLIGHT,
     ) -> None:
         """texts: "kda", "mla", "moe", "dense" and "head", as far as there are such layers; whole:
-        with embedding and head, else layers only, from and to the caller's delta."""
+        with embedding and head, else layers only, from and to the caller's delta; stamps: with
+        clocks of each op, for a trace; limit: looks after which a wait gives up."""
         self.sizes, self.texts, self.whole = sizes, texts, whole
-        self.waits, self.stamps, self.limit, self.flight = waits, stamps, limit, flight
+        self.stamps, self.limit = stamps, limit
         self.op_names: list[str] = []
         self.signals: dict[str, list[str]] = {}  # of each block, when traced: buffers in order
         self.attn_res = AttnRes(sizes)
@@ -340,7 +339,7 @@ class Mega:
                 self.block(role, texts[second], second)
 
     def block(self, role, text: Text, name: str = ""):
-        role.begin_block(name)
+        role.begin_block()
         text(role)
         assert len(role.last) == role.signals, "a buffer is signalled once a block"
         signals = self.program.signals.setdefault(name or text.__name__, list(role.last))

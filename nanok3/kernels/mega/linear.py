@@ -2,8 +2,9 @@
 
     out[t, o] = sum_k weight[o, k] x[t, k]
 
-Shapes   x [T, K slice] bf16 in shared memory (`stage_*`), weight in tiles of 16 rows as
-         `gemv_layout.pack_gemv` lays them, T = 1, or up to 8 (a row that is not there reads row 0).
+Shapes   x [T, K slice] bf16 in shared memory (`stage_rows`, or an op's own way), weight in tiles of
+         16 rows as `gemv_layout.pack_gemv` lays them, T = 1, or up to 8 (for a row that is not
+         there the last one is read).
 Bytes    2 K a weight row. A tile's K slice is one or two ring slots, or several tiles share one.
 Cut      `sizes.Product`. Warps share a slot: as many tiles as lie in it side by side, each tile's
          blocks dealt to WARPS / tiles warps.

@@ -148,11 +148,10 @@ class Attend(Traced):
     @cute.jit
     def await_rows(self, r):
         """Until this step's cache rows are written, and bulk copies see them."""
-        if const_expr(r.program.waits):
-            number = r.signal_of("q" if self.sizes.pass_rows == 1 else "q_latent")
-            if r.lane == 0:
-                r.look(r.counter(number), number, r.goal_of(number))
-            cute.arch.sync_warp()
+        number = r.signal_of("q" if self.sizes.pass_rows == 1 else "q_latent")
+        if r.lane == 0:
+            r.look(r.counter(number), number, r.goal_of(number))
+        cute.arch.sync_warp()
         fence_async()
 
     @cute.jit

@@ -1,9 +1,9 @@
 """The ops of the model as the persistent kernel's two kinds of warps read them.
 
 `LoadOps` asks for an op's weights, `ComputeOps` does the op; both have a method for every op of
-`model.py`, called with names where other readings get tensors. What an op waits for and signals
-stands here; how it computes, in the module of the same name. One rank: the exchanges do nothing,
-parts of buffers that other ranks fill are read as they were left.
+`model.py`, called with names where other readings get tensors. Products stand here with what they
+wait for and signal; KDA, MLA, routing and experts do so in modules of their own. One rank: nothing
+is exchanged, and parts of buffers that other ranks fill are read as they were left.
 """
 
 from __future__ import annotations
@@ -49,9 +49,6 @@ NEXT = {"attn": ("mlp.score", "mlp.streams"), "mlp": ("next.score", "next.stream
 HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
 
 
-WORDS: tuple[str, ...] = ()  # products of x whose parts are words: nobody signals them
-
-
 def product_of(weight: str) -> str:
     """The product that multiplies by a field."""
     return "moe_in" if weight == "moe.in_proj" else weight.removeprefix("moe.")
@@ -84,7 +81,7 @@ class LoadOps(Loader):
 
     def linear(self, x, weight, *, out):
         self.load(weight)
-        if out not in ("delta_sum", "shared_sum", *WORDS):
+        if out not in ("delta_sum", "shared_sum"):  # these stay in the CTA
             self.signal(out)
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
@@ -231,10 +228,8 @@ class ComputeOps(Compute):
         attn_res.stage(self, norm, *place, self.tag_of["mixed"])
         self.bar()
         self.mark(READY)
-        tag = self.new_tag(buffer) if buffer in WORDS else None
-        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product, tag))
-        if tag is None:
-            self.signal(buffer)
+        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product))
+        self.signal(buffer)
         if sub == "attn":
             self.score_next()
 
@@ -366,7 +361,7 @@ class ComputeOps(Compute):
         self.program.units["experts"].ahead(self)
 
     def experts(self, latent, ids, weights, w, *, out):
-        self.program.units["experts"].compute(self, ahead=True)
+        self.program.units["experts"].compute(self)
 
     def latent_up(self, routed, shared, w, *, out):
         self.begin("latent_up")

@@ -13,12 +13,12 @@ Hand-offs a signal is one op's "my part is written", by every CTA, also by one t
           several times a layer.
 
           what       written by                                read by
-          mbarrier   each compute warp, when its part of a     the signalling warp
-          s % 8      signal is written
+          mbarrier,  each compute warp, when its part of a     the signalling warp
+          8 in turn  signal is written
           counter s  the signalling warp of each CTA,          thread 0 of each CTA that needs it,
                      red.release, after the mbarrier           ld.acquire until it is there, then a
                                                                barrier of its compute warps
-          A release waits until all that this CTA wrote has reached L2, about 1 us while weights
+          A release waits until all that this CTA wrote has reached L2, 1 to 2.5 us while weights
           stream: the signalling warp waits for that, the compute warps go on.
 Words     some buffers are handed over without a signal: each 32-bit word has the low 8 bits of its
           tag in its own low bits (a float32 keeps 16 bits of mantissa), and is looked at until it
@@ -63,7 +63,7 @@ COUNTERS = 64
 PENDING = 8  # signals of a CTA that may be under way: more never are before it waits for others
 COUNTER_BYTES = 128
 FLIGHT = 2  # chunks that the loader keeps in flight; further slots hold data that has landed
-LIMIT = 1 << 22  # looks at a counter: about 2 s
+LIMIT = 1 << 22  # looks of a wait: about 2 s
 TAG = 0xFF  # bits of a word
 LOOKS = 1024  # after so many, a look whether another wait has given up
 # bytes in the sync area: the numbers of the next launch's first signal and first tag, the record of
@@ -95,7 +95,6 @@ class Role(Traced):
 
     def __init__(self, program: Any, env: dict[str, Any]) -> None:
         self.program, self.sizes = program, program.sizes
-        self.env = env
         for name, value in env.items():
             setattr(self, name, value)
         # ring position: slot, phase; of the chunk FLIGHT back: slot, phase; chunks begun, to FLIGHT
@@ -116,7 +115,6 @@ class Role(Traced):
         self.tag_of: dict[str, Any] = {}  # of the block: buffer -> the tag of its words
         self.last: dict[str, int] = {}  # of the block: buffer -> its signal
         self.op = ""  # for the record of a wait that gave up
-        self.kind = ""  # of the block: "kda", "mla", "moe", "dense" or none
         self.fresh()
 
     def fresh(self):
@@ -167,8 +165,8 @@ class Role(Traced):
 
     # ---- blocks of the text ----
 
-    def begin_block(self, name: str):
-        self.signals, self.last, self.kind = 0, {}, name
+    def begin_block(self):
+        self.signals, self.last = 0, {}
         self.tags, self.tag_of = 0, {}
 
     def end_block(self):
@@ -238,7 +236,7 @@ class Loader(Role):
         slot = self.position[0]
         cute.arch.mbarrier_wait(self.barriers + self.slots + slot, self.position[1] ^ 1)
         position = self.position
-        if position[4] < self.program.flight:
+        if position[4] < FLIGHT:
             position[4] = position[4] + 1
         else:
             cute.arch.mbarrier_wait(self.barriers + position[2], position[3])
@@ -331,8 +329,7 @@ class Compute(Role):
 
     def wait(self, name: str):
         """Until all CTAs have signalled a buffer of this block. By all compute warps."""
-        if self.program.waits:
-            self.await_signal(self.signal_of(name))
+        self.await_signal(self.signal_of(name))
         self.mark(READY)
 
     @cute.jit

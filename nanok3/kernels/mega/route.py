@@ -13,7 +13,7 @@ How      A threshold that A keys reach is the A-th largest of 32 groups' best on
          is gathered (some 24 of 896), in the order of ids, and ranked by counting.
          One row: all warps share its keys, each gathers and ranks its own part. More rows: a warp a
          row, and a bitmap of experts that gives each its place in the list.
-Waits    for "moe_in", by the op before. The bias was asked for by `ahead`.
+Waits    for "moe_in", before it is called (`ops`). The bias was asked for by `ahead`.
 Signals  the mbarrier `routed`, once a layer, when the list is there; weights follow it, a barrier
          of the compute warps must come before they are read.
 Rounding as `kernels/route`, from which keys come: the same ids and weights for the same logits.

@@ -10,7 +10,7 @@ the C columns of a stream follow the owner map: CTA b owns columns 16 b .. 16 b 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 TILE = 16  # weight rows of a tile: the M of an mma
@@ -125,7 +125,6 @@ class Sizes:
     up_first: int
     embed_rows: int
     embed_first: int
-    most_blocks: int  # latent blocks of a request, at most
     block_size: int
     eps: float
     beta: float  # SiTU
@@ -215,8 +214,8 @@ class Sizes:
             return 4 * p[name].slices * rows * p[name].rows
 
         sizes = {
-            "mixed": 8 * rows * self.hidden,  # [T, C, 2] words: p as bf16, prefix as float32
-            "stats": 16 * self.sms * rows,  # [CTA, T, 4] words: float32
+            "mixed": 8 * rows * self.hidden,  # [T, C, 2] words: p, which is a bf16, and prefix
+            "stats": 16 * self.sms * rows,  # [CTA, T, 4] words: sums over own columns
             "scores": 4 * MOST_STREAMS * rows,  # [2, T, 8] words: a of finished streams
             "kda_in": parts("kda.in_proj"),  # [slices, T, rows] f32
             "kda_heads": 4 * rows * self.kda_width,  # [T, H * D] f32, before the norm's factor
@@ -234,7 +233,7 @@ class Sizes:
             "shared_act": 2 * rows * self.shared_width,
             "expert_act": 2 * self.act_rows * self.expert_width,
             "routed": 2 * rows * self.latent,
-            "latent_up": parts("latent_up"),
+            "latent_up": parts("latent_up"),  # words
             "lm_head": parts("lm_head"),
         }
         if self.dense_width:
@@ -254,6 +253,3 @@ class Sizes:
     @property
     def work_bytes(self) -> int:
         return sum(-(-size // 256) * 256 for size in self.buffers.values())
-
-
-SIZE_NAMES = tuple(field.name for field in fields(Sizes))

@@ -109,7 +109,7 @@ class OnEmulator:
 
     def compiled(self, program: Program, arch: str = ARCH) -> Compiled:
         """Programs of the same sizes and options share a kernel."""
-        options = program.whole, program.waits, program.stamps, program.limit
+        options = program.whole, program.stamps, program.limit
         key = program.sizes, tuple(program.texts), options
         if key not in self.kernels:
             with pytest.MonkeyPatch.context() as patch:

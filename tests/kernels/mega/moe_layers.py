@@ -132,8 +132,6 @@ class Layers(Frozen):
             sizes=self.sizes,
             areas=places,
             op_number=lambda _: 0,
-            waits=True,
-            flight=2,
             stamps=False,
             limit=1 << 22,
             slots=SLOTS,
@@ -160,7 +158,7 @@ class Layers(Frozen):
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
-            r.begin_block("moe")
+            r.begin_block()
             r.signal("moe_in")
             r.fresh()
             self.experts.load(r)
@@ -174,7 +172,7 @@ class Layers(Frozen):
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
-            r.begin_block("moe")
+            r.begin_block()
             self.route.ahead(r)
             step = THREADS * self.sizes.sms
             for i in cutlass.range(r.cta * THREADS + r.tid, words, step, unroll=1):
@@ -184,7 +182,7 @@ class Layers(Frozen):
             r.begin("route")
             r.wait("moe_in")
             self.route.compute(r, lambda: self.experts.ahead(r))
-            self.experts.compute(r, ahead=True)
+            self.experts.compute(r)
             r.wait("routed")
             to = tables + Int64((layer * self.sizes.sms + r.cta) * table_words) * 4
             for i in cutlass.range(r.tid, table_words, THREADS, unroll=1):
@@ -243,7 +241,7 @@ def sizes_of(name: str, pass_rows: int) -> Sizes:
         **dict(shared_width=c.shared_width, dense_width=0, vocab=64),
         **dict(router_rows=c.router[1], latent_rows=c.columns[1], up_rows=c.hidden),
         **dict(router_first=c.router[0], latent_first=c.columns[0]),
-        **dict(up_first=0, embed_rows=64, embed_first=0, most_blocks=1, block_size=64, eps=1e-5),
+        **dict(up_first=0, embed_rows=64, embed_first=0, block_size=64, eps=1e-5),
         **dict(beta=1.5, linear_beta=2.5, lower_bound=-5.0, routed_norm=True),
         **dict(renormalize=c.renormalize, scaling=2.5, softmax_scale=1.0),
     )

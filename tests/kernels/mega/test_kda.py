@@ -110,7 +110,6 @@ class Layers:
             sizes=self.sizes,
             areas={"partial": 0, "scratch": parts, "stop": stop},
             op_number=lambda _: 0,
-            waits=True,
             stamps=False,
             limit=1 << 22,
         )
@@ -138,7 +137,7 @@ class Layers:
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
-            r.begin_block("kda")
+            r.begin_block()
             for i in cutlass.range(
                 r.cta * THREADS + r.tid, words, THREADS * self.sizes.sms, unroll=1
             ):
@@ -175,7 +174,7 @@ def sizes_of(heads: int, sms: int, pass_rows: int, hidden: int = 128) -> Sizes:
         **dict(q_rank=64, kv_rank=128, nope_dim=128, rope_dim=64, value_dim=128, num_experts=64),
         **dict(top_k=8, latent=64, expert_width=128, shared_width=128, dense_width=0, vocab=64),
         **dict(router_rows=64, latent_rows=64, up_rows=hidden, router_first=0, latent_first=0),
-        **dict(up_first=0, embed_rows=64, embed_first=0, most_blocks=1, block_size=64, eps=1e-5),
+        **dict(up_first=0, embed_rows=64, embed_first=0, block_size=64, eps=1e-5),
         **dict(beta=1.0, linear_beta=1.0, lower_bound=-5.0, routed_norm=True, renormalize=True),
         **dict(scaling=1.0, softmax_scale=1.0),
     )

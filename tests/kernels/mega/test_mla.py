@@ -140,8 +140,8 @@ class Layers:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         program = SimpleNamespace(
-            **dict(sizes=self.sizes, areas=self.areas, waits=True, stamps=False),
-            **dict(flight=2, limit=1 << 22),
+            **dict(sizes=self.sizes, areas=self.areas, stamps=False),
+            limit=1 << 22,
             op_number=lambda _: 0,
         )
         env = dict(table=table, work=work, sync=sync, positions=positions)
@@ -166,7 +166,7 @@ class Layers:
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
-            r.begin_block("mla")
+            r.begin_block()
             r.signal("mla_in")
             if const_expr(self.sizes.pass_rows > 1):
                 r.signal("q_latent")
@@ -184,7 +184,7 @@ class Layers:
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
-            r.begin_block("mla")
+            r.begin_block()
             for i in cutlass.range(r.cta * THREADS + r.tid, words, THREADS * sizes.sms, unroll=1):
                 word = ld_global_u32(given + (Int64(layer) * words + Int64(i)) * 4)
                 st_global_u32(r.buffer("mla_in") + Int64(i) * 4, word)
@@ -231,7 +231,7 @@ def sizes_of(name: str, sms: int, pass_rows: int) -> Sizes:
         **dict(sms=sms, pass_rows=pass_rows, kda_heads=1, num_experts=64, top_k=8, latent=64),
         **dict(expert_width=128, shared_width=128, dense_width=0, vocab=64, router_rows=64),
         **dict(latent_rows=64, up_rows=128, router_first=0, latent_first=0, up_first=0),
-        **dict(embed_rows=64, embed_first=0, most_blocks=1, eps=1e-5),
+        **dict(embed_rows=64, embed_first=0, eps=1e-5),
         **dict(beta=1.0, linear_beta=1.0, lower_bound=-5.0, routed_norm=True, renormalize=True),
         **dict(scaling=1.0, softmax_scale=(own["nope_dim"] + own["rope_dim"]) ** -0.5),
     )
