@@ -15,7 +15,6 @@ as one CUDA graph; figures are medians with the spread.
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,12 +30,13 @@ from nanok3.config import ModelConfig, Shard
 from nanok3.count import count_step, total
 from nanok3.kernel_ops import Kernels
 from nanok3.kernels.mega.sizes import PASS
+from nanok3.mega_ops import Mega
 from nanok3.ops import REFERENCE, Ops
 from nanok3.rank_weights import packed_ends, packed_layer, plain_layer
 from nanok3.step import Buffers, Step, allocate_buffers
 from nanok3.weights import LayerWeights, Weights
 
-STREAM_BYTES_PER_S = 4.64e12  # what a bulk-copy ring reads on an H200; design.md's floor
+STREAM_BYTES_PER_S = 4.64e12  # what a bulk-copy ring reads on an H200: the floor
 BLOCK_SIZE = 64
 REPEATS = 15
 SEED = 0
@@ -182,15 +182,12 @@ def run_layers(
 
 def make_mega(
     config: ModelConfig, case: Case, numbers: tuple[int, ...], w: Weights, world: World, whole: bool
-) -> Any:
-    from nanok3.mega_ops import Mega  # here while its ops are not all there
-
+) -> Mega:
     blocks = world.step.block_table.shape[1]
     shard = Shard(case.rank, case.tp)
-    mega = Mega(
+    return Mega(
         *(config, w, world.cache, BLOCK_SIZE, blocks), shard=shard, whole=whole, layers=numbers
     )
-    return mega
 
 
 # ---- values ----
@@ -468,7 +465,3 @@ def bench_step(
         figures=figures,
         refused={},
     )
-
-
-def machine() -> str:
-    return f"{torch.cuda.get_device_name()}, {platform.python_version()}"

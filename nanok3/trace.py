@@ -129,7 +129,7 @@ def trace_layers(config: ModelConfig, case: Case, path: Path | None, device: str
             host += [(f"launch {i}", begin, launched)]
             host += [(f"wait {i}", launched, time.perf_counter_ns())]
         mega.check()
-    space = mega.space(1 if case.tokens == 1 else 8)
+    space = mega.space_of(case.tokens)
     assert space.stamps is not None
     spans = spans_of(events_of(space.stamps, space.program.op_names))
     if path is not None:
