@@ -36,7 +36,7 @@ def one_engine(shard: Shard, exchange: Exchange | None) -> Engine:
     for name, tensor in to_checkpoint(CONFIG, random_fields(CONFIG, 5)):
         filler.take(name, tensor)
     weights = build(CONFIG, filler.finish().__getitem__, shard)
-    return Engine(CONFIG, weights, TOKENIZER, SETTINGS, GenerationDefaults(), shard, exchange)
+    return Engine(CONFIG, weights, TOKENIZER, SETTINGS, GenerationDefaults(), None, shard, exchange)
 
 
 @contextmanager
