@@ -192,7 +192,7 @@ def test_a_step_that_gave_up_ends_its_requests_and_the_next_ones_are_served(
     for request in requests:
         result = request.result()
         assert result.finish_reason == "error" and result.error is not None
-        assert "rank 0 of 1, CTA " in result.error and "op kda, buffer kda_in" in result.error
+        assert "gave up waiting: rank 0 of 1, CTA " in result.error
     print(requests[0].result().error)
     for request, ids in zip(others, right[3:], strict=True):
         assert request.result().error is None and request.result().token_ids[:8] == ids[:8]
