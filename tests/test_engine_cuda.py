@@ -159,7 +159,9 @@ def test_readings_reply_the_same() -> None:
 def test_more_requests_than_the_persistent_kernel_takes() -> None:
     """Steps of up to 8 rows by one reading, of more by the other, over the same caches."""
     engine = load_mini("mega", max_num_reqs=12)
-    assert engine.reading == "the persistent kernel for steps up to 8 rows, the chain of kernels above"
+    assert (
+        engine.reading == "the persistent kernel for steps up to 8 rows, the chain of kernels above"
+    )
     params = [SamplingParams(max_tokens=4 + 4 * i, logprobs=2, **GREEDY) for i in range(12)]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(12)]
     alone = [engine.generate(p, q) for p, q in zip(prompts, params, strict=True)]
