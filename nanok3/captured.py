@@ -68,7 +68,7 @@ def gpu_decode(
         return GpuDecode(buffers, forward, chain, None, "the chain of kernels")
     reading = "the persistent kernel"
     if height > mega_rows:
-        most = "of one row" if mega_rows == 1 else f"up to {mega_rows} rows"
-        reading += f" for steps {most}, the chain of kernels above"
+        steps = "of one row" if mega_rows == 1 else f"up to {mega_rows} rows"
+        reading += f" for steps {steps}, the chain of kernels above"
     health = mega.health(rows=1 if settings.strict else None)
     return GpuDecode(buffers, forward, chain, health, reading)
