@@ -77,6 +77,7 @@ class Warp:
         self.state = "run"  # or done, bar, cluster, mbarrier, look: what it waits for
         self.waits_at = ""
         self.seen: list[tuple[int, int]] = []  # addresses and words of the last ld.acquire
+        self.known: dict[int, int] = {}  # word by address, as it last looked
         self.common: int | None = 0  # the next block of all lanes, or None where they differ
         self.pc = np.zeros(32, np.int64)  # of each lane, -1 when it has ended
         self.parked = np.zeros(32, bool)  # lanes that wait for the others of the warp
@@ -106,8 +107,7 @@ class Warp:
             return False
         if self.state == "look" and not again and not self.seen_changes():
             return False
-        moved, seen = False, self.seen
-        self.seen = []
+        moved, self.seen = False, []
         while True:
             where = self.choose()
             if where is None:
@@ -129,7 +129,7 @@ class Warp:
                 self.go(mask, where + 1)
             elif not self.end(block.end, block.target, where, mask):
                 if self.state == "look":
-                    return self.seen != seen
+                    return self.saw_news()
                 return moved or self.state != "mbarrier"
             moved = True
 
@@ -310,6 +310,13 @@ class Warp:
         for i in lanes_of(active):
             self.seen += [(int(at[i]) + 4 * k, int(words[i])) for k, words in enumerate(loaded)]
         self.state = "look"
+
+    def saw_news(self) -> bool:
+        """Whether what it looks at is not what it saw there last: a loop over many words that
+        never come gets nowhere."""
+        news = {at: word for at, word in self.seen if self.known.get(at) != word}
+        self.known |= news
+        return bool(news)
 
     def seen_changes(self) -> bool:
         return any(self.cluster.memory.word(at) != word for at, word in self.seen)
