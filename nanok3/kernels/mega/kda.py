@@ -19,7 +19,8 @@ kda_squares are their sums of o^2.
 
 Shapes   kda_in [slices, T, q|k|v|gate|f_a|b] f32; conv, f_b, A_log, dt_bias, o_norm, conv_state and
          state as `kda_decode`. T = R Q up to 8.
-Waits    `compute_heads`: kda_in, in every CTA. `stage` comes after the wait for kda_heads.
+Waits    `compute_heads`: kda_in. `stage` comes after the wait for kda_heads. Of one row both are
+         words, and nobody signals.
 Aliases  conv_state: all four units of a head read its old window of q and k before they signal
          kda_heads, so `stage` writes the new one. Its words wait in scratch, behind what is staged.
          The state of a unit is read and written by its CTA only. Requests that share a slot
@@ -53,6 +54,7 @@ from nanok3.dsl import (
     sigmoid,
     st_global_f32,
     st_global_u32x4,
+    st_relaxed_u32,
     st_shared_f32,
     st_shared_u32x2,
     st_shared_u32x4,
@@ -73,6 +75,7 @@ from nanok3.kernels.kda_tile import (
     expm1,
 )
 from nanok3.kernels.mega.linear import partial_bytes, x_stride
+from nanok3.kernels.mega.role import tagged, untagged
 from nanok3.kernels.mega.sizes import Sizes
 
 HISTORY = TAPS - 1  # rows of a window
@@ -167,11 +170,10 @@ class KDA:
             self.ask(r, base, request, head, quarter, asked)
             self.tile.load_state(base, states[1], r.tid)
             cute.arch.cp_async_commit_group()
-        else:
-            r.wait("kda_in")  # for what else these CTAs read next
         for i in cutlass.range(count, unroll=1):
-            if i == 0:  # not before the loop: what the compiler takes out of it comes first
-                r.wait("kda_in")
+            if const_expr(self.rows > 1):  # noqa: SIM102
+                if i == 0:  # not before the loop: what the compiler takes out of it comes first
+                    r.wait("kda_in")
             states[0] = states[1]
             factor = asked.constants[NORM]
             held = self.read(r, base, request, asked)
@@ -262,7 +264,7 @@ class KDA:
         at = at + Int64(request * count * self.product.rows + asked.column[0]) * 4
         row = r.warp >> 2
         rows = [row + 2 * i for i in range(2)] if self.rows > 1 else [row]
-        loaded = [self.ask_row(at, i, count) for i in rows]
+        loaded = [self.ask_row(r, at, i, count) for i in rows]
         cute.arch.cp_async_wait_group(0)  # taps, window, state
         r.bar()
         if self.rows == 1:
@@ -278,19 +280,24 @@ class KDA:
     def read_rest(self, r, base: Int32, at: Int64, row: Int32, count: Int32, second):
         """But for the first row; the next one is asked for before one is used."""
         if count > 4:
-            third = self.ask_row(at, row + 4, count)
+            third = self.ask_row(r, at, row + 4, count)
             self.put_words(r, base, row + 2, count, second)
-            fourth = self.ask_row(at, row + 6, count)
+            fourth = self.ask_row(r, at, row + 6, count)
             self.put_words(r, base, row + 4, count, third)
             self.put_words(r, base, row + 6, count, fourth)
         else:
             self.put_words(r, base, row + 2, count, second)
 
-    def ask_row(self, at, row, count):
+    def ask_row(self, r, at, row, count):
         """4 columns of each slice; of the last row, if there is no such row."""
         here = at + Int64(cutlass.min(row, count - 1) * (self.product.rows * 4))
         step = self.rows * self.product.rows * 4  # from slice to slice
-        return [ld_global_f32x4(here + Int64(s * step)) for s in range(self.product.slices)]
+        slices = range(self.product.slices)
+        addresses = [here + Int64(s * step) for s in slices]
+        if self.rows > 1:
+            return [ld_global_f32x4(address) for address in addresses]
+        words = r.words(addresses, r.tag_of["kda_in"])
+        return [[untagged(words[4 * s + c]) for c in range(4)] for s in slices]
 
     @cute.jit
     def put_words(self, r, base: Int32, row: Int32, count: Int32, parts):
@@ -408,11 +415,18 @@ class KDA:
         if r.warp < count:
             group = (request * count + r.warp) * self.heads + head
             at = r.buffer("kda_heads") + Int64(group * DIM + quarter * COLUMNS + r.lane) * 4
-            st_global_f32(at, o * factor)
+            self.publish(r, at, o * factor)
             (square,) = warp_sum([o * o])
             if r.lane == 0:
                 at = r.buffer("kda_squares") + Int64(group * QUARTERS + quarter) * 4
-                st_global_f32(at, square)
+                self.publish(r, at, square)
+
+    def publish(self, r, at, value):
+        """A value for `stage`; of one row as a word."""
+        if self.rows > 1:
+            st_global_f32(at, value)
+        else:
+            st_relaxed_u32(at, tagged(value, r.tag_of["kda_heads"]))
 
     @cute.jit
     def keep(self, r, base: Int32, quarter: Int32, kept: Int32):
@@ -439,7 +453,8 @@ class KDA:
     def stage(self, r, staged: Int32):
         """x [T, H D] bf16 to shared memory, in rows of x_stride; this CTA's windows to conv_state.
 
-        By every CTA, after the wait for kda_heads. `staged` is where scratch begins.
+        By every CTA, after the wait for kda_heads (of one row, when its words are there). `staged`
+        is where scratch begins.
         """
         per_row = self.width // 4  # groups of 4 columns
         groups = r.num_tokens * per_row
@@ -449,8 +464,8 @@ class KDA:
             loaded = []
             for i in cutlass.range_constexpr(flight):  # all in flight; past the end, the last
                 group = cutlass.min(base + i * THREADS, groups - 1)
-                y = ld_global_f32x4(heads + Int64(group) * 16)
-                loaded.append((y, ld_global_f32x4(squares + Int64(group // (DIM // 4)) * 16)))
+                four = squares + Int64(group // (DIM // 4)) * 16
+                loaded.append(self.published(r, heads + Int64(group) * 16, four))
             for i in cutlass.range_constexpr(flight):
                 group = cutlass.min(base + i * THREADS, groups - 1)
                 y, four = loaded[i]
@@ -459,7 +474,16 @@ class KDA:
                 x = [v * factor for v in y]
                 at = staged + group // per_row * x_stride(self.width) + group % per_row * 8
                 st_shared_u32x2(at, (pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])))
+        if const_expr(self.rows == 1):
+            r.bar()  # all heads have been seen, so nobody reads an old window any more
         self.store_windows(r)
+
+    def published(self, r, y, squares):
+        """4 values and the 4 sums of their head."""
+        if self.rows > 1:
+            return ld_global_f32x4(y), ld_global_f32x4(squares)
+        words = r.words([y, squares], r.tag_of["kda_heads"])
+        return tuple([untagged(words[4 * i + c]) for c in range(4)] for i in range(2))
 
     @cute.jit
     def store_windows(self, r):

@@ -49,6 +49,13 @@ NEXT = {"attn": ("mlp.score", "mlp.streams"), "mlp": ("next.score", "next.stream
 HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
 
 
+ONE_ROW_WORDS = ("kda_in", "kda_heads")  # words in a step of one row, signalled in others
+
+
+def is_words(r, buffer: str) -> bool:
+    return buffer in ONE_ROW_WORDS and r.sizes.pass_rows == 1
+
+
 def product_of(weight: str) -> str:
     """The product that multiplies by a field."""
     return "moe_in" if weight == "moe.in_proj" else weight.removeprefix("moe.")
@@ -81,13 +88,14 @@ class LoadOps(Loader):
 
     def linear(self, x, weight, *, out):
         self.load(weight)
-        if out not in ("delta_sum", "shared_sum"):  # these stay in the CTA
+        if out not in ("delta_sum", "shared_sum") and not is_words(self, out):
             self.signal(out)
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.fresh()
         self.program.units["kda"].load(self)
-        self.signal("kda_heads")
+        if not is_words(self, "kda_heads"):
+            self.signal("kda_heads")
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
         if self.sizes.pass_rows > 1:
@@ -228,8 +236,10 @@ class ComputeOps(Compute):
         attn_res.stage(self, norm, *place, self.tag_of["mixed"])
         self.bar()
         self.mark(READY)
-        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product))
-        self.signal(buffer)
+        tag = self.new_tag(buffer) if is_words(self, buffer) else None
+        linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product, tag))
+        if tag is None:
+            self.signal(buffer)
         if sub == "attn":
             self.score_next()
 
@@ -268,7 +278,9 @@ class ComputeOps(Compute):
             self.prepare()
         linear = self.program.products[product_of(weight)]
         staged = self.shared("scratch")
-        if x != "q_latent":
+        if is_words(self, x):
+            self.bar()  # scratch is free
+        elif x != "q_latent":
             self.wait(x)
         if x == "q_latent":
             self.program.units["mla"].stage_q(self, staged)
@@ -288,11 +300,11 @@ class ComputeOps(Compute):
 
     def gate_up(self, x, weight, *, out):
         self.from_x(weight, "dense_in")
-        self.score_next()
         self.wait("dense_in")
         product = self.program.products[weight].product
         self.act("dense_in", "dense_act", product, 0, self.sizes.dense_width)
         self.signal("dense_act")
+        self.score_next()  # of streams that were written before dense_in was signalled
 
     def moe_in(self, x, w, *, out):
         self.program.units["route"].ahead(self)
@@ -331,8 +343,11 @@ class ComputeOps(Compute):
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.begin("kda")
+        if is_words(self, "kda_heads"):
+            self.new_tag("kda_heads")
         state = self.program.units["kda"].compute_heads(self)
-        self.signal("kda_heads")
+        if not is_words(self, "kda_heads"):
+            self.signal("kda_heads")
         self.program.units["kda"].store(self, state)
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):

@@ -32,6 +32,7 @@ from nanok3.step import Buffers, Step
 SMS = 4
 Row = Mapping[str, Tensor | int]
 WORDS = ("mixed", "stats", "scores", "latent_up")  # each word says itself whether it is new
+ONE_ROW_WORDS = ("kda_in", "kda_heads", "kda_squares")
 WRITTEN = ("conv_state", "state", "cache")  # fields that a launch writes to
 INPUTS = (
     *("table", "embed_table", "input_ids", "positions", "slot_mapping"),
@@ -51,14 +52,20 @@ def table_of(rows: Sequence[Row]) -> Tensor:
     return table
 
 
-def fields_of(rows: Sequence[Row]) -> list[Buffer]:
-    """The tensors that a table points to; one that several rows name is there once."""
+def fields_of(rows: Sequence[Row], one_row: bool) -> list[Buffer]:
+    """The tensors that a table points to; one that several rows name is there once.
+
+    In a step of one row an old window is overwritten when the words of all heads have been seen,
+    which were made of it: no signal says so, but who wrote such a word has read the window.
+    """
     found: dict[int, Buffer] = {}
     for i, row in enumerate(rows):
         for name, value in row.items():
             if isinstance(value, Tensor):
                 constant = name.rpartition(".")[2] not in WRITTEN
-                found[value.data_ptr()] = buffer_of(value, constant, f"{name} of layer {i}")
+                free = one_row and name == "kda.conv_state"
+                title = f"{name} of layer {i}"
+                found[value.data_ptr()] = buffer_of(value, constant, title, unordered=free)
     return list(found.values())
 
 
@@ -81,8 +88,9 @@ def rows_of(table: Tensor, tensors: Sequence[Tensor]) -> list[Row]:
 
 def exchanged(program: Program, work: Tensor) -> list[Buffer]:
     sizes = program.sizes
+    words = WORDS + (ONE_ROW_WORDS if sizes.pass_rows == 1 else ())
     return [
-        buffer_of(work[at : at + sizes.buffers[name]], False, name, unordered=name in WORDS)
+        buffer_of(work[at : at + sizes.buffers[name]], False, name, unordered=name in words)
         for name, at in sizes.offsets.items()
         if sizes.buffers[name]
     ]
@@ -142,7 +150,9 @@ class OnEmulator:
                 if name not in ("work", "sync") and t is not None and t.numel()
             ]
             parts = exchanged(program, work) + counters(sync)
-            self.emulator.run(kernel, numbers, [*given, *parts, *fields_of(rows)])
+            self.emulator.run(
+                kernel, numbers, [*given, *parts, *fields_of(rows, program.sizes.pass_rows == 1)]
+            )
 
         with on_a_device(program.sizes.sms), pytest.MonkeyPatch.context() as patch:
             patch.setattr(launcher, "compiled", self.compiled)

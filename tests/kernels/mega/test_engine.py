@@ -122,7 +122,7 @@ def test_a_wait_that_gave_up_ends_the_requests_of_its_step(
             engine.step()
         waiting = engine.submit(PROMPTS[1], params)
         signals = mega.space_of(1).program.signals
-        ahead = len(signals["start"]) + signals["kda"].index("kda_heads")
+        ahead = len(signals["start"] + signals["kda"]) + signals["dense"].index("dense_act")
         first = int(mega.sync.view(torch.int32)[0])
         with without_signal(mega.sync, (first + ahead) % COUNTERS):
             engine.step()
@@ -133,7 +133,7 @@ def test_a_wait_that_gave_up_ends_the_requests_of_its_step(
     result = running.result()
     assert result.finish_reason == "error" and result.error is not None
     # who gives up first may be the loader, which waits for a later signal because of this one
-    named = r"rank 0 of 1, CTA [0-3], layer [01], op (kda.o_proj, buffer kda_heads|mla, buffer q): "
+    named = r"rank 0 of 1, CTA [0-3], layer [01], op (dense.down, buffer dense_act|mla, buffer q): "
     assert re.search(named + "epoch 3 expected", result.error)
     assert result.token_ids == right[0][: len(result.token_ids)]
     assert waiting.result().token_ids == right[1] and again.token_ids == right[0]

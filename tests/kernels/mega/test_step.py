@@ -232,11 +232,11 @@ def test_a_wait_that_gave_up_is_told_and_the_next_step_is_right(
     mega.clear()
     buf = poisoned(config, 1, torch.bfloat16)
     sentence = (
-        r"rank 0 of 1, CTA [0-3], layer 1, op kda.o_proj, buffer kda_heads: epoch 1 expected, "
+        r"rank 0 of 1, CTA [0-3], layer 1, op route, buffer moe_in: epoch 1 expected, "
         r"0 seen, and 0 of 4 CTAs arrived"
     )
     with (
-        without_signal(mega.sync, names.index((1, "kda_heads"))),
+        without_signal(mega.sync, names.index((1, "moe_in"))),
         pytest.raises(MegaError, match=sentence),
     ):
         on_emulator.step(mega, step, buf)
