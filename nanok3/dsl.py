@@ -338,6 +338,11 @@ def ld_relaxed_u32(address):
     return asm("ld.relaxed.gpu.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
 
 
+def ld_relaxed_u32x2(address):
+    code = "ld.relaxed.gpu.global.v2.u32 {$0,$1},[$2];"
+    return asm(code, "=r,=r,l,~{memory}", (address,), U2)
+
+
 def ld_relaxed_u32x4(address):
     """Relaxed, at GPU scope, each word for itself: for words that say whether they are new."""
     code = "ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3},[$4];"

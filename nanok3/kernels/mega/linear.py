@@ -9,7 +9,8 @@ Bytes    2 K a weight row. A tile's K slice is one or two ring slots, or several
 Cut      `sizes.Product`. Warps share a slot: as many tiles as lie in it side by side, each tile's
          blocks dealt to WARPS / tiles warps.
 Sinks    what becomes of a sum: `Parts` (a K slice's, to the workspace, in float32), `Own` (columns
-         of a stream, kept in this CTA), `Rounded` (bf16, to the workspace).
+         of a stream, kept in this CTA), `Rounded` (bf16, to the workspace). Parts and Rounded may
+         be words.
 Rounding float32 accumulators in two chains, the warps' parts added by pairs: the same on every run,
          and a row's sum does not depend on the other rows.
 """
@@ -114,16 +115,19 @@ class Own(Traced):
 
 
 class Rounded(Traced):
-    """[T, rows] bf16."""
+    """[T, rows] bf16; with a tag, words."""
 
     all_rows = False
 
-    def __init__(self, r, buffer: str, product: Product) -> None:
-        self.width, self.at = product.rows, r.buffer(buffer)
+    def __init__(self, r, buffer: str, product: Product, tag=None) -> None:
+        self.width, self.at, self.tag = product.rows, r.buffer(buffer), tag
 
     def store(self, local, tile, token, row, value):
         index = token * self.width + tile * TILE + row
-        st_global_u16(self.at + Int64(index) * 2, pack_bf16(value, Float32(0.0)))
+        if self.tag is None:
+            st_global_u16(self.at + Int64(index) * 2, pack_bf16(value, Float32(0.0)))
+        else:
+            st_relaxed_u32(self.at + Int64(index) * 4, tagged(rounded(value), self.tag))
 
 
 # ---- the product ----

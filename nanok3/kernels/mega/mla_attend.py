@@ -7,10 +7,9 @@
 Cut      A request's Q H (query, head) rows in groups of 16, its context in tiles of 48 tokens, the
          tiles evenly in splits: as many as give each CTA one unit (request, group, split), from the
          last CTA on: the first ones have tiles of other products. A unit without tiles writes
-         nothing, `used_splits` says how many have some.
+         nothing (words of nothing, for its tag), `used_splits` says how many have some.
 Ring     A tile is two slots of 24 tokens in padded rows. Tokens beyond the context are zero there.
-         Rows that this step writes are asked for once "q_latent" is signalled (if it is one row:
-         "q"), older ones at once.
+         Rows that this step writes are asked for once "q_latent" is signalled, older ones at once.
 Warps    Of scores a warp adds up every 8th 16 columns, for all rows and tokens; then it softens
          two rows, and adds up L / 8 columns of values for all rows. Two barriers a tile.
 Rounding as `kernels/mla_decode`: float32 scores, probabilities in bf16 and added up as rounded.
@@ -35,6 +34,7 @@ from nanok3.dsl import (
     pack_bf16,
     select_f32,
     st_global_f32x2,
+    st_relaxed_u32x2,
     st_shared_f32,
     st_shared_u32,
     st_shared_u32x2,
@@ -42,7 +42,7 @@ from nanok3.dsl import (
     tree,
 )
 from nanok3.kernels.mega.linear import rounded
-from nanok3.kernels.mega.role import Traced
+from nanok3.kernels.mega.role import Traced, bf16_pair, tagged
 from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS, Sizes
 from nanok3.kernels.mla_tile import LOG2_E, LOWEST, filled, quad_of, set_quad
 
@@ -148,7 +148,7 @@ class Attend(Traced):
     @cute.jit
     def await_rows(self, r):
         """Until this step's cache rows are written, and bulk copies see them."""
-        number = r.signal_of("q" if self.sizes.pass_rows == 1 else "q_latent")
+        number = r.signal_of("q_latent")
         if r.lane == 0:
             r.look(r.counter(number), number, r.goal_of(number))
         cute.arch.sync_warp()
@@ -176,10 +176,13 @@ class Attend(Traced):
             request = unit // (splits * groups)
             limit, _ = self.reach(r, request, queries)
             begin, end = self.range_of(unit, limit, splits)
+            first = unit // splits % groups * ROWS  # row of the request
+            count = cutlass.min(queries * self.sizes.mla_heads - first, ROWS)
             if begin < end:
-                first = unit // splits % groups * ROWS  # row of the request
-                count = cutlass.min(queries * self.sizes.mla_heads - first, ROWS)
                 self.attend(r, unit, request * queries, first, count, limit, begin, end)
+            elif self.sizes.is_words("mla_partial"):
+                zeros = filled(4 * self.value_tiles, 0.0)
+                self.store(r, unit, count, filled(2, 0.0), zeros)
 
     @cute.jit
     def attend(
@@ -202,7 +205,8 @@ class Attend(Traced):
         seen = cutlass.min(seen, limit - 1)
         if row >= count:
             seen = Int32(-1)
-        r.wait("q_absorbed")
+        if const_expr(not self.sizes.is_words("q_absorbed")):
+            r.wait("q_absorbed")
         queries = self.queries(r, first_token * self.sizes.mla_heads + first, count)
         state = filled(2, 0.0)  # of that row: the largest score so far, sum of own probabilities
         state[0] = Float32(LOWEST)
@@ -222,22 +226,30 @@ class Attend(Traced):
     def queries(self, r, row: Int32, count: Int32):
         """The warp's columns of the group's rows, as mma take them; rows that are not there repeat
         the last."""
-        s = self.sizes
+        s, size = self.sizes, 4 if self.sizes.is_words("q") else 2  # bytes of a value
         words = cute.make_rmem_tensor((4 * self.warp_steps,), Uint32)
         rows = (
             row + cutlass.min(r.lane // 4, count - 1),
             row + cutlass.min(r.lane // 4 + 8, count - 1),
         )
+        addresses = []
         for i in cutlass.range_constexpr(self.warp_steps):
             step = cutlass.min(r.warp + WARPS * i, self.steps - 1)
-            base = r.buffer("q_absorbed") + Int64(step * 32)
-            width = Int32(2 * s.kv_rank)
+            base = r.buffer("q_absorbed") + Int64(step * (16 * size))
+            width = Int32(size * s.kv_rank)
             if step >= s.kv_rank // 16:
-                base = r.buffer("q") + Int64(2 * s.nope_dim + step * 32 - 2 * s.kv_rank)
-                width = Int32(2 * (s.nope_dim + s.rope_dim))
+                base = r.buffer("q") + Int64((s.nope_dim + step * 16 - s.kv_rank) * size)
+                width = Int32(size * (s.nope_dim + s.rope_dim))
             for j in cutlass.range_constexpr(4):
-                offset = rows[j % 2] * width + r.lane % 4 * 4 + j // 2 * 16
-                words[4 * i + j] = ld_global_u32(base + Int64(offset))
+                offset = rows[j % 2] * width + (r.lane % 4 * 2 + j // 2 * 8) * size
+                addresses.append(base + Int64(offset))
+        if const_expr(s.is_words("q")):
+            found = r.words(addresses, r.tag_of["mla_in"], 2)
+            for i in cutlass.range_constexpr(len(addresses)):
+                words[i] = bf16_pair(found[2 * i], found[2 * i + 1])
+        else:
+            for i in cutlass.range_constexpr(len(addresses)):
+                words[i] = ld_global_u32(addresses[i])
         return words
 
     @cute.jit
@@ -336,8 +348,7 @@ class Attend(Traced):
         if (row < count) & (r.lane % 16 == 0):
             nothing = Uint32(total == Float32(0.0))  # not `> 0`: a sum that is NaN must stay one
             largest = select_f32(nothing, Float32(float("-inf")), state[0])
-            at = r.buffer("mla_stats") + Int64((unit * ROWS + row) * 8)
-            st_global_f32x2(at, (largest, total))
+            self.publish(r, r.buffer("mla_stats") + Int64((unit * ROWS + row) * 8), largest, total)
         rank = self.sizes.kv_rank
         column = r.warp * (8 * self.value_tiles) + r.lane % 4 * 2
         for half in cutlass.range_constexpr(2):
@@ -346,4 +357,11 @@ class Attend(Traced):
                 at = r.buffer("mla_partial") + Int64(((unit * ROWS + row) * rank + column) * 4)
                 for n in cutlass.range_constexpr(self.value_tiles):
                     c = 4 * n + 2 * half
-                    st_global_f32x2(at + n * 32, (context[c], context[c + 1]))
+                    self.publish(r, at + n * 32, context[c], context[c + 1])
+
+    def publish(self, r, at, low, high):
+        if self.sizes.is_words("mla_partial"):
+            tag = r.tag_of["mla_in"]
+            st_relaxed_u32x2(at, (tagged(low, tag), tagged(high, tag)))
+        else:
+            st_global_f32x2(at, (low, high))

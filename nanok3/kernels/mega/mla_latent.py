@@ -3,10 +3,10 @@
     q_latent = rms(q_a) q_norm;  cache[slot] = [rms(kv_a[:L]) kv_norm | kv_a[L:]]
     mla_gate = sigmoid(gate)
 
-Waits    "mla_in", in every CTA.
+Waits    "mla_in", in every CTA; of one row its words, where they are needed.
 Cut      A row of the cache, and with several rows one of q's latent, a CTA, from the last CTA on:
          the first ones have tiles of q_b. The gate over those that have neither.
-Signals  what it writes is handed over by the op's "q_latent"; for one row by "q", see `mla`.
+Signals  what it writes is handed over by the op's "q_latent"; of one row the gate is words.
 Aliases  a slot outside 0 .. slots - 1 (-1: padding) writes no cache row.
 Rounding as `kernels/mla_latent`, after rounding in_proj's sums to bf16.
 """
@@ -30,13 +30,14 @@ from nanok3.dsl import (
     sigmoid,
     st_global_f32x4,
     st_global_u32x2,
+    st_relaxed_u32x4,
     st_shared_f32,
     st_shared_u32x2,
     tree,
     warp_sum,
 )
 from nanok3.kernels.mega.linear import THREADS, rounded, stage_rows, x_stride
-from nanok3.kernels.mega.role import Traced
+from nanok3.kernels.mega.role import Traced, tagged, untagged
 from nanok3.kernels.mega.sizes import WARPS, Sizes
 from nanok3.kernels.rms_norm import normed, square_sum
 
@@ -52,7 +53,8 @@ class Latent(Traced):
         weights = r.field("mla.q_norm"), r.field("mla.kv_norm")
         cache = r.field("mla.cache")
         self.ask_norms(r, *weights)
-        r.wait("mla_in")
+        if not self.sizes.is_words("mla_in"):
+            r.wait("mla_in")
         self.rows(r, cache)
         self.gates(r)
 
@@ -111,11 +113,8 @@ class Latent(Traced):
         """This thread's columns of first .. first + width + copied - 1 of a row of mla_in, in
         fours, and 1 / rms of the first `width`. By all compute warps."""
         quads = (width + copied) // 4
-        loaded = []
-        for i in range(-(-quads // THREADS)):
-            quad = cutlass.min(r.tid + i * THREADS, quads - 1)
-            loaded.append(self.ask_parts(r, row, first + quad * 4))
-        values = [[rounded(tree([p[c] for p in parts])) for c in range(4)] for parts in loaded]
+        mine = [cutlass.min(r.tid + i * THREADS, quads - 1) for i in range(-(-quads // THREADS))]
+        values = self.sums(r, row, [first + quad * 4 for quad in mine])
         square = Float32(0.0)
         for i, v in enumerate(values):
             here = Uint32(r.tid + i * THREADS < width // 4)
@@ -148,11 +147,18 @@ class Latent(Traced):
         s = self.sizes
         return (s.q_rank if first == 0 else s.kv_rank + s.rope_dim) // 4
 
-    def ask_parts(self, r, row, column):
-        """4 columns of the K slices' sums of mla_in."""
-        base = r.buffer("mla_in") + Int64(row * self.product.rows + column) * 4
-        step = self.sizes.pass_rows * self.product.rows * 4
-        return [ld_global_f32x4(base + Int64(i * step)) for i in range(self.product.slices)]
+    def sums(self, r, row, columns):
+        """Of mla_in 4 columns from each of these on, their K slices summed. By whole warps."""
+        step, slices = self.sizes.pass_rows * self.product.rows * 4, self.product.slices
+        starts = [r.buffer("mla_in") + Int64(row * self.product.rows + c) * 4 for c in columns]
+        addresses = [start + Int64(i * step) for start in starts for i in range(slices)]
+        if self.sizes.is_words("mla_in"):
+            words = r.words(addresses, r.tag_of["mla_in"])
+            loaded = [[untagged(words[4 * i + c]) for c in range(4)] for i in range(len(addresses))]
+        else:
+            loaded = [ld_global_f32x4(address) for address in addresses]
+        groups = [loaded[i : i + slices] for i in range(0, len(loaded), slices)]
+        return [[rounded(tree([p[c] for p in parts])) for c in range(4)] for parts in groups]
 
     @cute.jit
     def rstd(self, r, square: Float32, width: Constexpr[int]):
@@ -175,10 +181,19 @@ class Latent(Traced):
         first = first if first < end else 0
         quads = r.num_tokens * (self.width // 4)
         if (r.cta >= first) & (r.cta < end):
-            own = r.tid * (end - first) + r.cta - first
-            for i in cutlass.range(own, quads, THREADS * (end - first), unroll=1):
-                row, column = i // (self.width // 4), i % (self.width // 4) * 4
-                parts = self.ask_parts(r, row, s.q_rank + s.kv_rank + s.rope_dim + column)
-                gate = [sigmoid(rounded(tree([p[c] for p in parts]))) for c in range(4)]
-                to = r.buffer("mla_gate") + Int64((row * self.width + column) * 4)
-                st_global_f32x4(to, tuple(gate))
+            step = end - first
+            own = r.warp * 32 * step + r.cta - first  # of the warp's first lane
+            for base in cutlass.range(own, quads, THREADS * step, unroll=1):
+                i = base + r.lane * step
+                there = cutlass.min(i, quads - 1)
+                row, column = there // (self.width // 4), there % (self.width // 4) * 4
+                (sums,) = self.sums(r, row, [s.q_rank + s.kv_rank + s.rope_dim + column])
+                if i < quads:
+                    at = r.buffer("mla_gate") + Int64((row * self.width + column) * 4)
+                    self.store_gate(r, at, [sigmoid(v) for v in sums])
+
+    def store_gate(self, r, at, gate):
+        if self.sizes.is_words("mla_gate"):
+            st_relaxed_u32x4(at, tuple(tagged(v, r.tag_of["mla_in"]) for v in gate))
+        else:
+            st_global_f32x4(at, tuple(gate))

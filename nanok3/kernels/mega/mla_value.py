@@ -7,7 +7,7 @@ A unit is a head and 64 columns of the latent: it merges these columns for all r
 them with the same columns of the head's value rows. So merging costs no hand-off; `stage` adds up
 the L / 64 products and applies the gate, for the product that reads the heads.
 
-Waits    "mla_partial"; `stage` comes after the wait for "mla_heads".
+Waits    "mla_partial"; `stage` comes after the wait for "mla_heads". Of one row words, see `mla`.
 Rounding as `kernels/mla_merge` and `gemv`: the context to bf16, the product's sum to bf16, its
          product with the gate. A split that a row saw nothing of is not used, whatever lies there.
 """
@@ -32,6 +32,7 @@ from nanok3.dsl import (
     rcp_approx,
     select_f32,
     st_global_f32,
+    st_relaxed_u32,
     st_shared_f32,
     st_shared_f32x4,
     st_shared_u32,
@@ -41,7 +42,7 @@ from nanok3.dsl import (
 )
 from nanok3.kernels.mega.linear import THREADS, rounded, x_stride
 from nanok3.kernels.mega.mla_attend import ROWS, Attend
-from nanok3.kernels.mega.role import Traced
+from nanok3.kernels.mega.role import Traced, tagged, untagged
 from nanok3.kernels.mega.sizes import BLOCK, BLOCK_BYTES, SLOT_BLOCKS, TILE, WARPS, Sizes
 from nanok3.kernels.mla_tile import LOWEST, filled, quad_of, set_quad
 
@@ -106,7 +107,10 @@ class Values(Traced):
         if (r.warp < r.num_tokens) & (r.lane == 0):
             st_shared_u32(r.shared("small") + r.warp * 4, used)
         if r.cta < self.units:
-            r.wait("mla_partial")
+            if const_expr(s.is_words("mla_partial")):
+                r.bar()  # scratch is free
+            else:
+                r.wait("mla_partial")
         for unit in cutlass.range(r.cta, self.units, s.sms, unroll=1):
             head, part = unit // self.slices, unit % self.slices
             self.merge(r, head, part * SLICE, used)
@@ -124,9 +128,15 @@ class Values(Traced):
                         if token < r.num_tokens:
                             index = (part * s.pass_rows + token) * self.width + row
                             to = r.buffer("mla_heads") + Int64(index * 4)
-                            st_global_f32(to, c[j])
-                            st_global_f32(to + 32, c[2 + j])
+                            self.publish(r, to, c[j])
+                            self.publish(r, to + 32, c[2 + j])
             r.release()
+
+    def publish(self, r, at, value):
+        if self.sizes.is_words("mla_heads"):
+            st_relaxed_u32(at, tagged(value, r.tag_of["mla_in"]))
+        else:
+            st_global_f32(at, value)
 
     @cute.jit
     def merge(self, r, head: Int32, column: Int32, used: Int32):
@@ -185,7 +195,14 @@ class Values(Traced):
         step = 4 * ROWS * self.sizes.kv_rank
         splits = [first + i * SHARES for i in range(self.batch)]
         there = [cutlass.max(cutlass.min(s, used - 1), 0) for s in splits]
-        return [ld_global_f32x4(at + Int64(s * step)) for s in there]
+        return self.ask(r, [at + Int64(s * step) for s in there])
+
+    def ask(self, r, addresses):
+        """4 float32 at each address. By whole warps."""
+        if not self.sizes.is_words("mla_partial"):
+            return [ld_global_f32x4(address) for address in addresses]
+        words = r.words(addresses, r.tag_of["mla_in"])
+        return [[untagged(words[4 * i + c]) for c in range(4)] for i in range(len(addresses))]
 
     def add(self, values, first, used, weights, total):
         for i, value in enumerate(values):
@@ -200,14 +217,16 @@ class Values(Traced):
     @cute.jit
     def weigh(self, r, first: Int32, place: Int32, used: Int32, weights: Int32):
         """What each split of a row weighs, to shared memory. By a warp."""
+        addresses = []
+        for i in cutlass.range_constexpr(self.most_splits // 32):
+            unit = first + cutlass.max(cutlass.min(r.lane + 32 * i, used - 1), 0)
+            addresses.append(r.buffer("mla_stats") + Int64((unit * ROWS + place) * 8))
+        stats = self.ask_pairs(r, addresses)
         tops, sums = [], []
         for i in cutlass.range_constexpr(self.most_splits // 32):
-            split = r.lane + 32 * i
-            unit = first + cutlass.max(cutlass.min(split, used - 1), 0)
-            words = ld_global_u32x2(r.buffer("mla_stats") + Int64((unit * ROWS + place) * 8))
-            here = Uint32(split < used)
-            tops.append(select_f32(here, float_of(words[0]), Float32(float("-inf"))))
-            sums.append(select_f32(here, float_of(words[1]), Float32(0.0)))
+            here = Uint32(r.lane + 32 * i < used)
+            tops.append(select_f32(here, stats[i][0], Float32(float("-inf"))))
+            sums.append(select_f32(here, stats[i][1], Float32(0.0)))
         top = tree([Float32(LOWEST), *tops], cute.arch.fmax)
         for i in cutlass.range_constexpr(5):
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << i))
@@ -218,16 +237,26 @@ class Values(Traced):
         for i in cutlass.range_constexpr(self.most_splits // 32):
             st_shared_f32(weights + (r.lane + 32 * i) * 4, shares[i] * inverse)
 
+    def ask_pairs(self, r, addresses):
+        """2 float32 at each address. By whole warps."""
+        if self.sizes.is_words("mla_stats"):
+            words = r.words(addresses, r.tag_of["mla_in"], 2)
+            pairs = range(len(addresses))
+            return [(untagged(words[2 * i]), untagged(words[2 * i + 1])) for i in pairs]
+        return [[float_of(w) for w in ld_global_u32x2(address)] for address in addresses]
+
     @cute.jit
     def stage(self, r, staged: Int32):
         """[T, H * Dv] bf16 to shared memory: sums over the latent's columns, gated."""
         s, per_row = self.sizes, self.width // 4
-        for i in cutlass.range(r.tid, r.num_tokens * per_row, THREADS, unroll=1):
+        quads = r.num_tokens * per_row
+        for base in cutlass.range(r.warp * 32, quads, THREADS, unroll=1):
+            i = cutlass.min(base + r.lane, quads - 1)
             row, column = i // per_row, i % per_row * 4
             at = r.buffer("mla_heads") + Int64((row * self.width + column) * 4)
+            gate_at = r.buffer("mla_gate") + Int64((row * self.width + column) * 4)
             step = 4 * s.pass_rows * self.width
-            parts = [ld_global_f32x4(at + j * step) for j in range(self.slices)]
-            gate = ld_global_f32x4(r.buffer("mla_gate") + Int64((row * self.width + column) * 4))
+            *parts, gate = self.ask(r, [*(at + j * step for j in range(self.slices)), gate_at])
             v = [rounded(tree([p[c] for p in parts])) * gate[c] for c in range(4)]
             to = staged + row * x_stride(self.width) + column * 2
             st_shared_u32x2(to, (pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])))

@@ -49,13 +49,6 @@ NEXT = {"attn": ("mlp.score", "mlp.streams"), "mlp": ("next.score", "next.stream
 HALF = {"attn": 0, "mlp": 1, "output": 0}  # of `scores`, which the op of these weights reads
 
 
-ONE_ROW_WORDS = ("kda_in", "kda_heads")  # words in a step of one row, signalled in others
-
-
-def is_words(r, buffer: str) -> bool:
-    return buffer in ONE_ROW_WORDS and r.sizes.pass_rows == 1
-
-
 def product_of(weight: str) -> str:
     """The product that multiplies by a field."""
     return "moe_in" if weight == "moe.in_proj" else weight.removeprefix("moe.")
@@ -88,18 +81,17 @@ class LoadOps(Loader):
 
     def linear(self, x, weight, *, out):
         self.load(weight)
-        if out not in ("delta_sum", "shared_sum") and not is_words(self, out):
+        if out not in ("delta_sum", "shared_sum") and not self.sizes.is_words(out):
             self.signal(out)
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.fresh()
         self.program.units["kda"].load(self)
-        if not is_words(self, "kda_heads"):
+        if not self.sizes.is_words("kda_heads"):
             self.signal("kda_heads")
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
-        if self.sizes.pass_rows > 1:
-            self.signal("q_latent")
+        self.signal("q_latent")
 
     def mla(self, q, x, w, cache, block_table, positions, block_size, *, out):
         self.fresh()
@@ -236,7 +228,7 @@ class ComputeOps(Compute):
         attn_res.stage(self, norm, *place, self.tag_of["mixed"])
         self.bar()
         self.mark(READY)
-        tag = self.new_tag(buffer) if is_words(self, buffer) else None
+        tag = self.new_tag(buffer) if self.sizes.is_words(buffer) else None
         linear.multiply(self, x, self.num_tokens, Parts(self, buffer, linear.product, tag))
         if tag is None:
             self.signal(buffer)
@@ -278,7 +270,7 @@ class ComputeOps(Compute):
             self.prepare()
         linear = self.program.products[product_of(weight)]
         staged = self.shared("scratch")
-        if is_words(self, x):
+        if self.sizes.is_words(x):
             self.bar()  # scratch is free
         elif x != "q_latent":
             self.wait(x)
@@ -291,11 +283,11 @@ class ComputeOps(Compute):
             stage_rows(self, self.buffer(x), Int32(2 * k), k, self.num_tokens, staged)
         self.bar()
         if out == "q":
-            sink: Any = Rounded(self, "q", linear.product)
+            sink: Any = Rounded(self, "q", linear.product, self.tag_of.get("mla_in"))
         else:
             sink = Own(self, "delta" if out == "delta_sum" else "shared")
         linear.multiply(self, staged, self.num_tokens, sink)
-        if out == "q":
+        if out == "q" and not self.sizes.is_words("q"):
             self.signal(out)
 
     def gate_up(self, x, weight, *, out):
@@ -343,18 +335,17 @@ class ComputeOps(Compute):
 
     def kda(self, x, w, conv_state, state, state_slots, *, out):
         self.begin("kda")
-        if is_words(self, "kda_heads"):
+        if self.sizes.is_words("kda_heads"):
             self.new_tag("kda_heads")
         state = self.program.units["kda"].compute_heads(self)
-        if not is_words(self, "kda_heads"):
+        if not self.sizes.is_words("kda_heads"):
             self.signal("kda_heads")
         self.program.units["kda"].store(self, state)
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
         self.begin("mla_latent")
         self.program.units["mla"].latent(self)
-        if self.sizes.pass_rows > 1:
-            self.signal("q_latent")
+        self.signal("q_latent")
 
     def mla(self, q, x, w, cache, block_table, positions, block_size, *, out):
         self.begin("mla")

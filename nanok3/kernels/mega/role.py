@@ -48,6 +48,7 @@ from nanok3.dsl import (
     ld_acquire_u32,
     ld_global_i64,
     ld_relaxed_u32,
+    ld_relaxed_u32x2,
     ld_relaxed_u32x4,
     ld_shared_u32,
     red_add_release,
@@ -340,16 +341,14 @@ class Compute(Role):
 
     @cute.jit
     def words(self, addresses: list, tag: Uint32, each: cutlass.Constexpr = 4):
-        """`each` (4 or 1) words at each address, as soon as all have the tag. By whole warps."""
+        """`each` (4, 2, 1) words at each address, as soon as all have the tag. By whole warps."""
         found = cute.make_rmem_tensor((each * len(addresses),), Uint32)
         missing = Uint32(1)
         looks = Int32(0)
         while (missing != Uint32(0)) & (looks < self.program.limit):
             wrong = []
             for i in cutlass.range_constexpr(len(addresses)):
-                loaded = (
-                    ld_relaxed_u32x4(addresses[i]) if each == 4 else (ld_relaxed_u32(addresses[i]),)
-                )
+                loaded = loaded_words(addresses[i], each)
                 for k in cutlass.range_constexpr(each):
                     found[each * i + k] = loaded[k]
                     wrong.append((loaded[k] ^ tag) & Uint32(TAG))
@@ -363,6 +362,12 @@ class Compute(Role):
         return found
 
 
+def loaded_words(address, each):
+    if each == 1:
+        return (ld_relaxed_u32(address),)
+    return ld_relaxed_u32x2(address) if each == 2 else ld_relaxed_u32x4(address)
+
+
 def tagged(value, tag):
     """A float32 as a word with its tag."""
     return (bits_of(value) & Uint32(0xFFFFFF00)) | (tag & Uint32(TAG))
@@ -370,6 +375,11 @@ def tagged(value, tag):
 
 def untagged(word):
     return float_of(word & Uint32(0xFFFFFF00))
+
+
+def bf16_pair(low, high):
+    """Two words that hold a bf16 each."""
+    return (low >> 16) | (high & Uint32(0xFFFF0000))
 
 
 class Signaller(Role):

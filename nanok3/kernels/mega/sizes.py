@@ -25,6 +25,12 @@ PASS = 8  # rows of a step, at most: the N of an mma
 KDA_DIM = 128  # keys and values of a head
 MOST_STREAMS = 16
 SHARED_BYTES = 227 << 10
+# Buffers of words that say themselves whether they are new; further ones in a step of one row.
+WORDS = ("mixed", "stats", "scores", "latent_up")
+ONE_ROW_WORDS = (
+    *("kda_in", "kda_heads", "kda_squares", "mla_in", "mla_gate", "q", "q_absorbed"),
+    *("mla_partial", "mla_stats", "mla_heads"),
+)
 RESERVED_BYTES = 2048  # barriers, small tables, alignment
 
 
@@ -205,6 +211,9 @@ class Sizes:
 
     # ---- what CTAs exchange ----
 
+    def is_words(self, buffer: str) -> bool:
+        return buffer in WORDS or (self.pass_rows == 1 and buffer in ONE_ROW_WORDS)
+
     @cached_property
     def buffers(self) -> dict[str, int]:
         """Bytes of each buffer in the workspace."""
@@ -212,6 +221,8 @@ class Sizes:
 
         def parts(name: str) -> int:
             return 4 * p[name].slices * rows * p[name].rows
+
+        q = 4 if self.is_words("q") else 2  # bytes of a bf16, which a word takes as float32
 
         sizes = {
             "mixed": 8 * rows * self.hidden,  # [T, C, 2] words: p, which is a bf16, and prefix
@@ -222,8 +233,8 @@ class Sizes:
             "kda_squares": 16 * rows * self.kda_heads,  # [T, H, 4] f32
             "mla_in": parts("mla.in_proj"),
             "q_latent": 2 * rows * self.q_rank,  # [T, q_rank] bf16
-            "q": 2 * rows * self.mla_heads * (self.nope_dim + self.rope_dim),
-            "q_absorbed": 2 * rows * self.mla_heads * self.kv_rank,
+            "q": q * rows * self.mla_heads * (self.nope_dim + self.rope_dim),
+            "q_absorbed": q * rows * self.mla_heads * self.kv_rank,
             "mla_gate": 4 * rows * self.mla_width,  # [T, H * Dv] f32, after the sigmoid
             "mla_partial": 4 * self.mla_units * 16 * self.kv_rank,  # [unit, 16, L] f32
             "mla_stats": 8 * self.mla_units * 16,  # [unit, 16, 2] f32

@@ -31,8 +31,6 @@ from nanok3.step import Buffers, Step
 
 SMS = 4
 Row = Mapping[str, Tensor | int]
-WORDS = ("mixed", "stats", "scores", "latent_up")  # each word says itself whether it is new
-ONE_ROW_WORDS = ("kda_in", "kda_heads", "kda_squares")
 WRITTEN = ("conv_state", "state", "cache")  # fields that a launch writes to
 INPUTS = (
     *("table", "embed_table", "input_ids", "positions", "slot_mapping"),
@@ -88,9 +86,8 @@ def rows_of(table: Tensor, tensors: Sequence[Tensor]) -> list[Row]:
 
 def exchanged(program: Program, work: Tensor) -> list[Buffer]:
     sizes = program.sizes
-    words = WORDS + (ONE_ROW_WORDS if sizes.pass_rows == 1 else ())
     return [
-        buffer_of(work[at : at + sizes.buffers[name]], False, name, unordered=name in words)
+        buffer_of(work[at : at + sizes.buffers[name]], False, name, unordered=sizes.is_words(name))
         for name, at in sizes.offsets.items()
         if sizes.buffers[name]
     ]

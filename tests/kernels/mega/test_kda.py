@@ -167,7 +167,8 @@ class Layers:
                 row, pair = i // (width // 2), i % (width // 2)
                 at = r.shared("scratch") + row * x_stride(width) + pair * 4
                 st_global_u32(to + Int64(i) * 4, ld_shared_u32(at))
-            r.bar()  # before scratch is written again
+            r.signal("out")
+            r.wait("out")  # before words are written again, and scratch
             r.end_block()
 
 
@@ -237,7 +238,9 @@ def on_emulator(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         work, written = tensors["work"], ("conv_state", "state", "out")
         one_row = sizes.pass_rows == 1  # words, which hand themselves over, and windows with them
         buffers = [
-            buffer_of(work[at : at + sizes.buffers[name]], False, name, unordered=one_row)
+            buffer_of(
+                work[at : at + sizes.buffers[name]], False, name, unordered=sizes.is_words(name)
+            )
             for name, at in sizes.offsets.items()
             if name.startswith("kda")
         ]

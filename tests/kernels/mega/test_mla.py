@@ -34,6 +34,7 @@ from nanok3.dsl import (
     arch_of,
     compile_kernel,
     fence_async,
+    float_of,
     launch,
     ld_global_u32,
     ld_shared_u32,
@@ -51,7 +52,7 @@ from nanok3.kernels.mega.linear import (
 )
 from nanok3.kernels.mega.mla import MLA
 from nanok3.kernels.mega.mla_attend import TILE, Attend
-from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Loader, Signaller
+from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Loader, Signaller, tagged
 from nanok3.kernels.mega.sizes import SLOT_BYTES, WARPS, Sizes
 from nanok3.reference.mla import MLAWeights, attend, gather_context, mla_latent_ref, mla_ref
 
@@ -167,41 +168,51 @@ class Layers:
             r.prefetch_row(layer)
             r.next_row()
             r.begin_block()
-            r.signal("mla_in")
             if const_expr(self.sizes.pass_rows > 1):
-                r.signal("q_latent")
+                r.signal("mla_in")
+            r.signal("q_latent")
             self.q_b.load(r, r.field("mla.q_b"))
-            r.signal("q")
+            if const_expr(self.sizes.pass_rows > 1):
+                r.signal("q")
             self.mla.load(r)
+            r.signal("out")
             r.end_block()
 
     @cute.jit
     def compute(self, r, given: Int64, out: Int64, num_layers: Int32):
         sizes = self.sizes
         words, width = sizes.buffers["mla_in"] // 4, sizes.mla_width
-        staged = r.shared("scratch")
-        r.block_signal[0] = Uint32(0)
+        staged, one_row = r.shared("scratch"), sizes.pass_rows == 1
+        r.block_signal[0], r.block_tag[0] = Uint32(0), Uint32(0)
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
             r.begin_block()
+            tag = r.new_tag("mla_in")
             for i in cutlass.range(r.cta * THREADS + r.tid, words, THREADS * sizes.sms, unroll=1):
                 word = ld_global_u32(given + (Int64(layer) * words + Int64(i)) * 4)
+                if const_expr(one_row):
+                    word = tagged(float_of(word), tag)
                 st_global_u32(r.buffer("mla_in") + Int64(i) * 4, word)
-            r.signal("mla_in")
+            if const_expr(not one_row):
+                r.signal("mla_in")
             r.begin("mla_latent")
             self.mla.latent(r)
-            if const_expr(self.sizes.pass_rows > 1):
-                r.signal("q_latent")
+            r.signal("q_latent")
             r.begin("q_b")
             self.mla.stage_q(r, staged)
             r.bar()
-            self.q_b.multiply(r, staged, r.num_tokens, Rounded(r, "q", self.q_b.product))
-            r.signal("q")
+            sink = Rounded(r, "q", self.q_b.product, tag if one_row else None)
+            self.q_b.multiply(r, staged, r.num_tokens, sink)
+            if const_expr(not one_row):
+                r.signal("q")
             r.begin("mla")
             self.mla.compute(r)
             r.begin("o_proj")
-            r.wait("mla_heads")
+            if const_expr(one_row):
+                r.bar()  # scratch is free
+            else:
+                r.wait("mla_heads")
             self.mla.stage(r, staged)
             r.bar()
             to = out + Int64((layer * sizes.sms + r.cta) * r.num_tokens) * (2 * width)
@@ -209,7 +220,8 @@ class Layers:
                 row, pair = i // (width // 2), i % (width // 2)
                 at = staged + row * x_stride(width) + pair * 4
                 st_global_u32(to + Int64(i) * 4, ld_shared_u32(at))
-            r.bar()  # before scratch is written again
+            r.signal("out")
+            r.wait("out")  # before words are written again, and scratch
             r.end_block()
 
 
@@ -398,7 +410,9 @@ def on_emulator_in(folder: Path, edit: Callable[[str], str] = lambda ptx: ptx) -
         fill(tensors["table"], layers)
         work = tensors["work"]
         buffers = [
-            buffer_of(work[at : at + sizes.buffers[name]], False, name)
+            buffer_of(
+                work[at : at + sizes.buffers[name]], False, name, unordered=sizes.is_words(name)
+            )
             for name, at in sizes.offsets.items()
             if name.startswith(("mla", "q"))
         ]
@@ -454,9 +468,24 @@ def run(
     num_blocks = len(layers[0].cache) // sizes.block_size
     numbers = (num_reqs, tokens, max_blocks, num_blocks, len(layers))
     launch_layers(sizes, tensors, fields, numbers)
+    if launch_layers is not on_gpu and sizes.pass_rows == 1:
+        check_tags(sizes, tensors["work"], len(layers) - 1)
     for cta in range(1, sizes.sms):
         check_equal(out[:, cta], out[:, 0], f"heads of CTA {cta}")
     return [(out[i, 0], f["cache"]) for i, f in enumerate(fields)]
+
+
+def check_tags(sizes: Sizes, work: Tensor, tag: int) -> None:
+    """Words of splits without a token are written too: a later step whose tag is the same again
+    must not take an older step's for its own."""
+    groups, rows = -(-sizes.mla_heads // 16), min(sizes.mla_heads, 16)
+    units = max(sizes.sms // groups, 1) * groups
+    for name in ("mla_partial", "mla_stats"):
+        at = sizes.offsets[name]
+        words = work[at : at + sizes.buffers[name]].view(torch.int32).view(sizes.mla_units, 16, -1)
+        if groups == 1:
+            tags = words[:units, :rows] & 0xFF
+            check_equal(tags, torch.full_like(tags, tag), f"tags of {name}")
 
 
 def check(
