@@ -26,11 +26,13 @@ from nanok3.dsl import (
     ld_shared_u32x4,
     pack_bf16,
     st_global_u16,
+    st_relaxed_u32,
     st_shared_u32,
+    st_shared_u32x4,
 )
 from nanok3.kernels.mega.expert_parts import SUMS, Parts, multiply_block, unscaled
-from nanok3.kernels.mega.linear import THREADS, partial_bytes
-from nanok3.kernels.mega.role import Frozen
+from nanok3.kernels.mega.linear import THREADS, partial_bytes, rounded
+from nanok3.kernels.mega.role import Frozen, bf16_pair, tagged
 from nanok3.kernels.mega.route import Tables
 from nanok3.kernels.mega.sizes import BLOCK, PASS, SLOT_BYTES, TILE, WARPS, Sizes
 from nanok3.kernels.mega.sizes import EXPERT_BLOCK_BYTES as BLOCK_BYTES
@@ -103,7 +105,7 @@ class Down(Frozen):
         for i in cutlass.range(r.tid, self.act_stride // 4, THREADS, unroll=1):
             st_shared_u32(act + self.sizes.act_rows * self.act_stride + i * 4, Uint32(0))
         if const_expr(self.num_parts == 1):
-            self.stage_act(r, act, Int32(0))
+            self.stage(r, act, Int32(0))
             r.bar()
         total = cute.make_rmem_tensor((4 * SIDE,), Float32)
         x = cute.make_rmem_tensor((4 * self.part_blocks,), Uint32)
@@ -115,7 +117,7 @@ class Down(Frozen):
             for part in cutlass.range(self.num_parts, unroll=1):
                 if const_expr(self.num_parts > 1):
                     r.bar()  # the last part has been read
-                    self.stage_act(r, act, part)
+                    self.stage(r, act, part)
                     r.bar()
                 for group in cutlass.range(0, count, WARPS, unroll=1):
                     mine = group + r.warp
@@ -133,9 +135,32 @@ class Down(Frozen):
             self.finish(r, tile, cutlass.min(end - tile, SIDE), partial)
             half = half ^ 1
 
+    def stage(self, r, act, part):
+        """A part of the columns of act [T, A, F] to [T * A, part + 8]."""
+        if self.sizes.is_words("expert_act"):
+            self.stage_words(r, act, part)
+        else:
+            self.stage_act(r, act, part)
+
+    def stage_words(self, r, act, part):
+        """Of one row, when they are there; all at once."""
+        per_row = self.part_blocks * (BLOCK // PIECE)
+        pieces = self.sizes.top_k * per_row
+        source = r.buffer("expert_act")
+        addresses, places = [], []
+        for i in range(-(-pieces // THREADS)):
+            piece = cutlass.min(r.tid + i * THREADS, pieces - 1)
+            row, column = piece // per_row, piece % per_row * PIECE
+            index = row * self.sizes.expert_width + part * (self.part_blocks * BLOCK) + column
+            addresses += [source + Int64(index * 4), source + Int64(index * 4 + 16)]
+            places.append(act + row * self.act_stride + column * 2)
+        words = r.words(addresses, r.tag_of["expert_act"])
+        for i, place in enumerate(places):
+            eight = [words[8 * i + k] for k in range(PIECE)]
+            st_shared_u32x4(place, [bf16_pair(*eight[k : k + 2]) for k in range(0, PIECE, 2)])
+
     @cute.jit
     def stage_act(self, r, act: Int32, part: Int32):
-        """A part of the columns of act [T, A, F] to [T * A, part + 8]."""
         per_row = self.part_blocks * (BLOCK // PIECE)
         pieces = r.num_tokens * (self.sizes.top_k * per_row)
         source = r.buffer("expert_act") + Int64(part * (self.part_blocks * 2 * BLOCK))
@@ -188,5 +213,12 @@ class Down(Frozen):
                 value = self.parts.total(partial + side * self.parts.tile_bytes, token, row)
                 value = unscaled(value)
                 index = token * self.sizes.latent + (tile + side) * TILE + row
-                to = r.buffer("routed") + Int64(index) * 2
-                st_global_u16(to, pack_bf16(value, Float32(0.0)))
+                self.store(r, index, value)
+
+    def store(self, r, index, value):
+        routed = r.buffer("routed")
+        if self.sizes.is_words("routed"):
+            word = tagged(rounded(value), r.tag_of["expert_act"])
+            st_relaxed_u32(routed + Int64(index) * 4, word)
+        else:
+            st_global_u16(routed + Int64(index) * 2, pack_bf16(value, Float32(0.0)))

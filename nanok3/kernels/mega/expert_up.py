@@ -28,6 +28,7 @@ from nanok3.dsl import (
     select_f32,
     situ,
     st_global_u16,
+    st_relaxed_u32,
     st_shared_u32,
     tree,
 )
@@ -39,8 +40,8 @@ from nanok3.kernels.mega.expert_parts import (
     scaled,
     unscaled,
 )
-from nanok3.kernels.mega.linear import THREADS, batch_tiles, partial_bytes, x_stride
-from nanok3.kernels.mega.role import Frozen
+from nanok3.kernels.mega.linear import THREADS, batch_tiles, partial_bytes, rounded, x_stride
+from nanok3.kernels.mega.role import Frozen, tagged
 from nanok3.kernels.mega.route import Tables
 from nanok3.kernels.mega.sizes import BLOCK, SLOT_BYTES, TILE, WARPS, Sizes
 from nanok3.kernels.mega.sizes import EXPERT_BLOCK_BYTES as BLOCK_BYTES
@@ -203,5 +204,12 @@ class Up(Frozen):
                 value = situ(gate, up, self.sizes.beta, self.sizes.linear_beta)
                 value = value * Float32(X_FACTOR)  # as down wants it; rounds to the same bits
                 to = (token * self.sizes.top_k + place) * width + item % self.tiles * 8 + row
-                to_act = r.buffer("expert_act") + Int64(to) * 2
-                st_global_u16(to_act, pack_bf16(value, Float32(0.0)))
+                self.store(r, to, value)
+
+    def store(self, r, index, value):
+        act = r.buffer("expert_act")
+        if self.sizes.is_words("expert_act"):
+            word = tagged(rounded(value), r.tag_of["expert_act"])
+            st_relaxed_u32(act + Int64(index) * 4, word)
+        else:
+            st_global_u16(act + Int64(index) * 2, pack_bf16(value, Float32(0.0)))

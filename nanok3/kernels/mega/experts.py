@@ -5,7 +5,7 @@
 
 Bytes    1.59 F Z for every expert of the step. TP16: 17.5 MB at T = 1, 120 MB with 110 experts.
 Waits    the loader for the mbarrier `routed`, once; down for "expert_act".
-Signals  "expert_act" [T, A, F] bf16, "routed" [T, Z] bf16.
+Signals  "expert_act" [T, A, F] bf16, "routed" [T, Z] bf16. Of one row both are words.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class Experts(Frozen):
     def load(self, r):
         """The loader warp."""
         self.up.load(r)
-        r.signal("expert_act")
+        self.signal(r, "expert_act")
         self.down.load(r)
-        r.signal("routed")
+        self.signal(r, "routed")
+
+    def signal(self, r, buffer):
+        if not r.sizes.is_words(buffer):
+            r.signal(buffer)
 
     def ahead(self, r):
         """One row: stages z. After "moe_in" was waited for, before `route` waits for all cp.async
@@ -48,9 +52,14 @@ class Experts(Frozen):
             self.up.stage(r, z)
             cute.arch.cp_async_wait_group(0)
             r.bar()
+        if r.sizes.is_words("expert_act"):
+            r.new_tag("expert_act")  # also of routed
         self.up.compute(r, z)
-        r.signal("expert_act")
+        self.signal(r, "expert_act")
         r.begin("expert_down")
-        r.wait("expert_act")
+        if r.sizes.is_words("expert_act"):
+            r.bar()  # scratch and partial are free
+        else:
+            r.wait("expert_act")
         self.down.compute(r)
-        r.signal("routed")
+        self.signal(r, "routed")

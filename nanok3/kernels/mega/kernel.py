@@ -28,7 +28,7 @@ from nanok3.kernels.mega import fields
 from nanok3.kernels.mega.attn_res import AttnRes
 from nanok3.kernels.mega.experts import Experts
 from nanok3.kernels.mega.kda import KDA
-from nanok3.kernels.mega.linear import Linear, partial_bytes
+from nanok3.kernels.mega.linear import Linear, partial_bytes, x_stride
 from nanok3.kernels.mega.mla import MLA
 from nanok3.kernels.mega.ops import ComputeOps, LoadOps
 from nanok3.kernels.mega.role import LIMIT, NEXT_SIGNAL, NEXT_TAG, PENDING, Signaller
@@ -105,6 +105,7 @@ class Program:
         self.units = units_of(sizes)
         own = sizes.own_tiles * sizes.pass_rows * TILE * 4
         widest = max(p.part_width for name, p in sizes.products.items() if p.k == sizes.hidden)
+        up_stage = x_stride(sizes.products["latent_up"].part_width) + 2 * sizes.latent
         areas = {
             "delta": own,
             "shared": own,
@@ -120,6 +121,7 @@ class Program:
             "scratch": max(
                 *(p.stride * sizes.pass_rows for p in self.products.values()),
                 *(unit.scratch_bytes for unit in self.units.values()),
+                up_stage if sizes.is_words("routed") else 0,
             ),
         }
         self.areas, at = {}, 0

@@ -23,12 +23,15 @@ from nanok3.dsl import (
     ld_global_u32x4,
     ld_global_u32x4_or_zero,
     ld_shared_f32,
+    ld_shared_u32x4,
     pack_bf16,
     rsqrt_approx,
+    select_f32,
     situ,
     st_global_f32,
     st_global_u16,
     st_shared_f32,
+    st_shared_u32x2,
     st_shared_u32x4,
     tree,
     warp_sum,
@@ -42,7 +45,7 @@ from nanok3.kernels.mega.linear import (
     stage_rows,
     x_stride,
 )
-from nanok3.kernels.mega.role import DONE, READY, Compute, Loader, untagged
+from nanok3.kernels.mega.role import DONE, READY, Compute, Loader, bf16_pair, untagged
 from nanok3.kernels.mega.sizes import TILE, WARPS
 
 NEXT = {"attn": ("mlp.score", "mlp.streams"), "mlp": ("next.score", "next.streams")}
@@ -363,8 +366,8 @@ class ComputeOps(Compute):
         first = self.sizes.router_tiles + self.sizes.latent_tiles
         product = self.program.products["moe_in"].product
         self.act("moe_in", "shared_act", product, first, self.sizes.shared_width)
-        self.signal("shared_act")
         self.program.units["experts"].ahead(self)
+        self.signal("shared_act")  # of one row it also says that moe_in has been read
 
     def experts(self, latent, ids, weights, w, *, out):
         self.program.units["experts"].compute(self)
@@ -375,12 +378,50 @@ class ComputeOps(Compute):
         width = linear.product.part_width
         first = linear.place(self)[0] * width
         self.score_next()  # by the last CTAs, which have none of this op's tiles
-        self.wait("routed")
         norm = self.field("moe.routed_norm") if self.sizes.routed_norm else Int64(0)
-        self.stage_routed(norm, first, width, staged)
+        if self.sizes.is_words("routed"):
+            self.bar()  # scratch is free
+            self.stage_words(norm, first, width, staged)
+        else:
+            self.wait("routed")
+            self.stage_routed(norm, first, width, staged)
         self.bar()
         sink = Parts(self, "latent_up", linear.product, self.new_tag("latent_up"))
         linear.multiply(self, staged, self.num_tokens, sink)
+
+    @cute.jit
+    def stage_words(self, norm: Int64, first: Int32, width: Constexpr[int], staged: Int32):
+        """`stage_routed` of one row: its words are seen once, and lie behind what is staged."""
+        z, raw = self.sizes.latent, staged + x_stride(width)
+        loads = range(-(-z // (4 * THREADS)))
+        quads = [cutlass.min(self.tid + i * THREADS, z // 4 - 1) for i in loads]
+        addresses = [self.buffer("routed") + Int64(quad * 16) for quad in quads]
+        words = self.words(addresses, self.tag_of["expert_act"])
+        squares = []
+        for i in cutlass.range_constexpr(len(quads)):
+            pairs = [bf16_pair(words[4 * i + k], words[4 * i + k + 1]) for k in (0, 2)]
+            st_shared_u32x2(raw + quads[i] * 8, tuple(pairs))
+            values = [untagged(words[4 * i + k]) for k in range(4)]
+            there = Uint32(self.tid + i * THREADS < z // 4)
+            squares.append(select_f32(there, tree([v * v for v in values]), Float32(0.0)))
+        (square,) = warp_sum([tree(squares)])
+        if self.lane == 0:
+            st_shared_f32(self.shared("small") + self.warp * 4, square)
+        self.bar()
+        for i in cutlass.range(self.tid, width // 8, THREADS, unroll=1):
+            eight = ld_shared_u32x4(raw + (first + i * 8) * 2)
+            if cutlass.const_expr(self.sizes.routed_norm):
+                eight = self.normed(eight, norm + Int64((first + i * 8) * 2), Int32(0))
+            st_shared_u32x4(staged + i * 16, eight)
+
+    def normed(self, words, scale_at, row):
+        """8 columns of a row, of which `small` has the warps' sums of squares."""
+        scale = ld_global_u32x4(scale_at)
+        squares = self.shared("small") + row * (4 * WARPS)
+        square = tree([ld_shared_f32(squares + w * 4) for w in range(WARPS)])
+        mean = square * Float32(1.0 / self.sizes.latent)
+        rstd = rsqrt_approx(mean + Float32(self.sizes.eps))
+        return [normed_pair(words[k], scale[k], rstd) for k in range(4)]
 
     @cute.jit
     def stage_routed(self, norm: Int64, first: Int32, width: Constexpr[int], staged: Int32):
@@ -395,11 +436,7 @@ class ComputeOps(Compute):
             row, column = i // per_row, i % per_row * 8
             words = ld_global_u32x4(source + Int64((row * z + first + column) * 2))
             if cutlass.const_expr(self.sizes.routed_norm):
-                scale = ld_global_u32x4(norm + Int64((first + column) * 2))
-                squares = self.shared("small") + row * (4 * WARPS)
-                square = tree([ld_shared_f32(squares + w * 4) for w in range(WARPS)])
-                rstd = rsqrt_approx(square * Float32(1.0 / z) + Float32(self.sizes.eps))
-                words = [normed_pair(words[k], scale[k], rstd) for k in range(4)]
+                words = self.normed(words, norm + Int64((first + column) * 2), row)
             st_shared_u32x4(staged + row * x_stride(width) + column * 2, words)
 
     @cute.jit

@@ -87,11 +87,12 @@ class Route(Frozen):
         chunks = -(-sizes.num_experts // LANES)
         self.chunks = chunks if self.rows > 1 else -(-chunks // WARPS)  # of 32 ids, of a warp
         self.segment = self.chunks * LANES + PAD  # keys that a warp may gather
-        # best [row, 32], gathered keys [warp, segment], their ids, counts [warp]
+        # best [row, 32], gathered keys [warp, segment], their ids, their logits, counts [warp]
         self.best = 0
         self.keys = self.best + self.rows * LANES * 4
         self.ids = self.keys + WARPS * self.segment * 4
-        self.counts = self.ids + WARPS * self.segment * 4
+        self.logits = self.ids + WARPS * self.segment * 4  # of one row the gathered keys' logits
+        self.counts = self.logits + (WARPS * self.segment * 4 if self.rows == 1 else 0)
         self.scratch_bytes = self.counts + WARPS * 4
 
     # ---- logits ----
@@ -163,7 +164,7 @@ class Route(Frozen):
         if const_expr(self.rows > 1):
             self.many(r, row, scratch, table, keys)
         else:
-            self.one(r, scratch, table, keys)
+            self.one(r, scratch, table, keys, logits)
 
     def expert(self, r, i):
         """Id of the lane's key i; there may be no such expert."""
@@ -199,7 +200,7 @@ class Route(Frozen):
         return max_u32(low, Uint32(1))
 
     @cute.jit
-    def gather(self, r, scratch: Int32, keys, low: Uint32):
+    def gather(self, r, scratch: Int32, keys, logits, low: Uint32):
         """The warp's keys that reach `low`, in the order of ids, to its segment -> how many."""
         first = r.warp * self.segment
         count = Int32(0)
@@ -210,6 +211,8 @@ class Route(Frozen):
                 at = first + count + Int32(cute.arch.popc(hits & before))
                 st_shared_u32(scratch + self.keys + at * 4, keys[i])
                 st_shared_u32(scratch + self.ids + at * 4, Uint32(self.expert(r, i)))
+                if const_expr(self.rows == 1):
+                    st_shared_f32(scratch + self.logits + at * 4, logits[i])
             count = count + Int32(cute.arch.popc(hits))
         if r.lane < PAD:
             st_shared_u32(scratch + self.keys + (first + count + r.lane) * 4, Uint32(0))
@@ -233,7 +236,7 @@ class Route(Frozen):
     # ---- one row ----
 
     @cute.jit
-    def one(self, r, scratch: Int32, table: Int32, keys):
+    def one(self, r, scratch: Int32, table: Int32, keys, logits):
         tables, top_k = self.tables, self.sizes.top_k
         top = table + tables.top
         best = scratch + self.best
@@ -242,7 +245,7 @@ class Route(Frozen):
             if r.lane == 0:
                 st_shared_u32(best + (r.warp * self.chunks + i) * 4, largest)
         r.bar()
-        count = self.gather(r, scratch, keys, self.threshold(r, best))
+        count = self.gather(r, scratch, keys, logits, self.threshold(r, best))
         if r.lane == 0:
             st_shared_u32(scratch + self.counts + r.warp * 4, Uint32(count))
         r.bar()
@@ -269,10 +272,12 @@ class Route(Frozen):
                 above = above + cute.arch.shuffle_sync_bfly(above, distance)
             if (other == 0) & (base + r.lane // WARPS < count) & (above < top_k):
                 st_shared_u32(top + above * 4, ld_shared_u32(scratch + self.ids + place * 4))
+                logit = ld_shared_f32(scratch + self.logits + place * 4)
+                st_shared_f32(best + above * 4, logit)  # the groups' best have been read
         r.bar()
         if r.warp == 0:  # the list, and the weights behind it
-            mine = Int32(ld_shared_u32(top + cutlass.min(r.lane, top_k - 1) * 4))
-            logit = self.logit(r, Int32(0), mine)
+            rank = cutlass.min(r.lane, top_k - 1)
+            mine = Int32(ld_shared_u32(top + rank * 4))
             words = [
                 w for i in range(tables.top_stride // 4) for w in ld_shared_u32x4(top + i * 16)
             ]
@@ -285,7 +290,7 @@ class Route(Frozen):
             cute.arch.sync_warp()
             if r.lane == 0:
                 cute.arch.mbarrier_arrive(r.routed)
-            weight = self.weigh(r, logit)
+            weight = self.weigh(r, ld_shared_f32(best + rank * 4))
             if r.lane < top_k:
                 st_shared_f32(table + tables.weight + place * (PASS * 4), weight)
                 self.tell(r, r.lane, mine, weight)
@@ -301,7 +306,7 @@ class Route(Frozen):
             best = scratch + self.best + row * (LANES * 4)
             st_shared_u32(best + r.lane * 4, tree([keys[i] for i in range(self.chunks)], max_u32))
             cute.arch.sync_warp()
-            count = self.gather(r, scratch, keys, self.threshold(r, best))
+            count = self.gather(r, scratch, keys, None, self.threshold(r, best))
             cute.arch.sync_warp()
             self.rank(r, scratch, top, table + tables.bits, count)
         r.bar()

@@ -29,7 +29,7 @@ SHARED_BYTES = 227 << 10
 WORDS = ("mixed", "stats", "scores", "latent_up")
 ONE_ROW_WORDS = (
     *("kda_in", "kda_heads", "kda_squares", "mla_in", "mla_gate", "q", "q_absorbed"),
-    *("mla_partial", "mla_stats", "mla_heads"),
+    *("mla_partial", "mla_stats", "mla_heads", "expert_act", "routed"),
 )
 RESERVED_BYTES = 2048  # barriers, small tables, alignment
 
@@ -222,7 +222,7 @@ class Sizes:
         def parts(name: str) -> int:
             return 4 * p[name].slices * rows * p[name].rows
 
-        q = 4 if self.is_words("q") else 2  # bytes of a bf16, which a word takes as float32
+        bf16 = 4 if self.is_words("q") else 2  # bytes, where a word has it in its upper half
 
         sizes = {
             "mixed": 8 * rows * self.hidden,  # [T, C, 2] words: p, which is a bf16, and prefix
@@ -233,8 +233,8 @@ class Sizes:
             "kda_squares": 16 * rows * self.kda_heads,  # [T, H, 4] f32
             "mla_in": parts("mla.in_proj"),
             "q_latent": 2 * rows * self.q_rank,  # [T, q_rank] bf16
-            "q": q * rows * self.mla_heads * (self.nope_dim + self.rope_dim),
-            "q_absorbed": q * rows * self.mla_heads * self.kv_rank,
+            "q": bf16 * rows * self.mla_heads * (self.nope_dim + self.rope_dim),
+            "q_absorbed": bf16 * rows * self.mla_heads * self.kv_rank,
             "mla_gate": 4 * rows * self.mla_width,  # [T, H * Dv] f32, after the sigmoid
             "mla_partial": 4 * self.mla_units * 16 * self.kv_rank,  # [unit, 16, L] f32
             "mla_stats": 8 * self.mla_units * 16,  # [unit, 16, 2] f32
@@ -242,8 +242,8 @@ class Sizes:
             "mla_heads": self.kv_rank // 16 * rows * self.mla_width,
             "moe_in": parts("moe_in"),
             "shared_act": 2 * rows * self.shared_width,
-            "expert_act": 2 * self.act_rows * self.expert_width,
-            "routed": 2 * rows * self.latent,
+            "expert_act": bf16 * self.act_rows * self.expert_width,
+            "routed": bf16 * rows * self.latent,
             "latent_up": parts("latent_up"),  # words
             "lm_head": parts("lm_head"),
         }

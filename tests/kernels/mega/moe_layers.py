@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from ptx.launch import ARCH, Emulator
@@ -41,7 +41,15 @@ from nanok3.kernels.expert_up import pack_expert_up
 from nanok3.kernels.mega.experts import Experts
 from nanok3.kernels.mega.fields import ENTRIES, entry
 from nanok3.kernels.mega.linear import THREADS, partial_bytes
-from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Frozen, Loader, Signaller
+from nanok3.kernels.mega.role import (
+    PENDING,
+    SYNC_BYTES,
+    Compute,
+    Frozen,
+    Loader,
+    Signaller,
+    bf16_pair,
+)
 from nanok3.kernels.mega.route import Route
 from nanok3.kernels.mega.sizes import PASS, SLOT_BYTES, WARPS, Sizes
 
@@ -162,13 +170,15 @@ class Layers(Frozen):
             r.signal("moe_in")
             r.fresh()
             self.experts.load(r)
+            r.signal("out")
+            r.signal("layer")
             r.end_block()
 
     @cute.jit
     def compute(self, r, given: Int64, tables: Int64, out: Int64, num_layers: Int32):
         words = self.sizes.buffers["moe_in"] // 4
         table_words = self.route.table_bytes // 4
-        r.block_signal[0] = Uint32(0)
+        r.block_signal[0], r.block_tag[0] = Uint32(0), Uint32(0)
         for layer in cutlass.range(num_layers, unroll=1):
             r.prefetch_row(layer)
             r.next_row()
@@ -183,15 +193,20 @@ class Layers(Frozen):
             r.wait("moe_in")
             self.route.compute(r, lambda: self.experts.ahead(r))
             self.experts.compute(r)
-            r.wait("routed")
+            r.signal("out")
+            r.wait("out")
             to = tables + Int64((layer * self.sizes.sms + r.cta) * table_words) * 4
             for i in cutlass.range(r.tid, table_words, THREADS, unroll=1):
                 st_global_u32(to + Int64(i) * 4, ld_shared_u32(r.shared("routed") + i * 4))
             half = r.num_tokens * (self.sizes.latent // 2)
             for i in cutlass.range(r.cta * THREADS + r.tid, half, step, unroll=1):
                 word = ld_global_u32(r.buffer("routed") + Int64(i) * 4)
+                if const_expr(self.sizes.pass_rows == 1):
+                    at = r.buffer("routed") + Int64(i) * 8
+                    word = bf16_pair(ld_global_u32(at), ld_global_u32(at + 4))
                 st_global_u32(out + (Int64(layer) * half + Int64(i)) * 4, word)
-            r.bar()
+            r.signal("layer")
+            r.wait("layer")  # before words are written again
             r.end_block()
 
 
@@ -271,7 +286,9 @@ def emulated(folder: Path) -> Launch:
         fill(tensors["table"], layers)
         work = tensors["work"]
         buffers = [
-            buffer_of(work[at : at + sizes.buffers[name]], False, name)
+            buffer_of(
+                work[at : at + sizes.buffers[name]], False, name, unordered=sizes.is_words(name)
+            )
             for name, at in sizes.offsets.items()
             if name in ("moe_in", "expert_act", "routed")
         ]

@@ -48,7 +48,7 @@ def test_experts_compile(pass_rows: int, arch: str) -> None:
 def test_scratch_leaves_the_ring_its_slots() -> None:
     for name in ("k3 tp16", "k3 tp8"):
         for unit in (Route, Experts):
-            assert unit(sizes_of(name, 1)).scratch_bytes <= 16 << 10
+            assert unit(sizes_of(name, 1)).scratch_bytes <= 24 << 10
             assert unit(sizes_of(name, 8)).scratch_bytes <= 58 << 10
 
 
