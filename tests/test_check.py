@@ -25,7 +25,7 @@ from nanok3 import check, cli, content_hash
 from nanok3.check import HASH, VALUE_CHECKS
 from nanok3.check_files import FILE_CHECKS, TEXT_CHECKS
 from nanok3.checkpoint import Checkpoint, TensorSpec, read_tensor
-from nanok3.commands import CHECK_STATE
+from nanok3.commands_plan import CHECK_STATE
 from nanok3.exits import MODEL, OUTPUT, USAGE
 from nanok3.tokenizer import NAMED_SPECIALS
 from nanok3.weight_table import expected_tensors
