@@ -64,6 +64,7 @@ def plan(
 
 @click.command(epilog=EPILOG)
 @click.option("--model", type=FILE, metavar="DIR", help="A K3 checkpoint; else the packaged one.")
+@click.option("--draft", type=FILE, metavar="DIR", help="A DSpark draft of it, checked besides.")
 @click.option(
     "--hash", "with_hash", is_flag=True, help="Read everything; sha256 of files, content."
 )
@@ -73,7 +74,9 @@ def plan(
     help="Keeps the hashes of finished files, to go on; else nanok3-check.jsonl, here.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
-def check(model: Path | None, with_hash: bool, state: Path | None, as_json: bool) -> int:
+def check(
+    model: Path | None, draft: Path | None, with_hash: bool, state: Path | None, as_json: bool
+) -> int:
     """Whether a checkpoint is whole and what K3's should be. Needs no GPU.
 
     Headers, tokenizer and a sample of the values, about a thousandth of K3. Exit code 3 if anything
@@ -84,7 +87,9 @@ def check(model: Path | None, with_hash: bool, state: Path | None, as_json: bool
 
     from nanok3 import commands_plan
 
-    return commands_plan.check(model, with_hash=with_hash, state=state, as_json=as_json)
+    return commands_plan.check(
+        model, draft=draft, with_hash=with_hash, state=state, as_json=as_json
+    )
 
 
 def read_bytes(text: str) -> int:

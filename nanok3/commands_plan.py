@@ -98,25 +98,35 @@ def any_absent(model_dir: Path) -> bool:
         return False
 
 
-def check(model: Path | None, *, with_hash: bool, state: Path | None, as_json: bool) -> int:
+def check(
+    model: Path | None,
+    *,
+    draft: Path | None,
+    with_hash: bool,
+    state: Path | None,
+    as_json: bool,
+) -> int:
     """Reads headers and a sample of values; `with_hash` everything."""
     model_dir = model or PACKAGED_MODEL
     if not model_dir.is_dir():
         raise Refused(MODEL, f"{model_dir}: no such directory; name one that holds a K3 checkpoint")
+    if draft is not None and not draft.is_dir():
+        raise Refused(MODEL, f"{draft}: no such directory; name one that holds a DSpark draft")
     if with_hash and state is None:
         state = Path(CHECK_STATE)
-        if state.resolve().is_relative_to(model_dir.resolve()):
+        watched = [model_dir] if draft is None else [model_dir, draft]
+        if any(state.resolve().is_relative_to(path.resolve()) for path in watched):
             advice = f"to keep {state} here in the model's directory, name it with --state"
             raise Refused(USAGE, f"{advice}, or give another file or start elsewhere")
     try:
-        report = check_model(model_dir, state)
+        report = check_model(model_dir, state, draft)
     except StateError as error:
         raise Refused(USAGE, str(error)) from error
     except KeyboardInterrupt:
         later = f"; finished files are in {state}, and the same command goes on" if state else ""
         raise Refused(INTERRUPTED, f"interrupted{later}") from None
     if as_json:
-        whole = {"model": str(model_dir), **report.as_dict()}
+        whole = {"model": str(model_dir), "draft": draft and str(draft), **report.as_dict()}
         write_out(json.dumps(whole, ensure_ascii=False) + "\n")
     else:
         write_out("\n".join(report.lines()) + "\n")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from nanok3.checkpoint import CheckpointError
 from nanok3.comm.exchange import PeerLost
-from nanok3.config import EngineConfig, load_config
+from nanok3.config import EngineConfig, load_config, read_json
+from nanok3.config_rules import not_taken
 from nanok3.console import note
 from nanok3.device import device_problems
 from nanok3.engine import Engine
@@ -41,12 +42,19 @@ def load(options: Options, *, is_single: bool) -> Engine:
             draft=options.draft_dir,
             progress=ProgressLine("loading"),
         )
+    for proposal in proposed_in_vain(options.model_dir):
+        note(f"nanok3: {proposal}")
     if options.device != "cpu":
         note(f"replies come through {engine.reading}")
     if options.show_config:
         for setting in settings_in_force(engine, options):
             note(str(setting))
     return engine
+
+
+def proposed_in_vain(model_dir: Path) -> list[str]:
+    path = model_dir / "generation_config.json"
+    return not_taken(read_json(path)) if path.is_file() else []
 
 
 @contextmanager
