@@ -108,7 +108,7 @@ def generate(
 def replay(
     record: Path, model: Path | None, draft: str | None, device: str | None, strict: bool
 ) -> int:
-    """Run again what `--record` wrote of generate or chat, and say where it first differs.
+    """Run again what `--record` wrote, and say where it first differs.
 
     A line a reply. A greedy reply may differ by rounding where the two best logits were less than
     0.001 apart; that is said, and differs nonetheless.
@@ -130,6 +130,7 @@ def replay(
     show_default=True,
     help="The first Ctrl-C lets the replies that run be finished, or not.",
 )
+@RECORD
 @shared(COMMON)
 def batch(
     source: str,
@@ -137,6 +138,7 @@ def batch(
     resume: bool,
     errors: str | None,
     on_interrupt: str,
+    record: Path | None,
     **given: Any,
 ) -> int:
     """Answer every line of IN.jsonl (or gzip of it), in order; - is stdin or stdout.
@@ -155,6 +157,7 @@ def batch(
         resume=resume,
         errors=errors,
         finish_running=on_interrupt == "finish",
+        record=record,
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from nanok3.batch import Overrides, run_batch
+from nanok3.batch import run_batch
+from nanok3.batch_ask import Overrides
 from nanok3.batch_files import check_paths
 from nanok3.batch_input import InputError
 from nanok3.chat_session import ChatSession, follow
@@ -167,7 +168,9 @@ def replay(
     same = True
     try:
         for number, verdict in enumerate(run_again(engine, records), start=1):
-            title = f"reply {number}: " if len(records) > 1 else ""
+            line = records[number - 1].asked.line
+            of_line = "" if line is None else f" (line {line})"
+            title = f"reply {number}{of_line}: " if len(records) > 1 else ""
             write_out(f"{title}{verdict.text}\n")
             same = same and verdict.same
     except RequestError as error:
@@ -192,12 +195,15 @@ def batch(
     resume: bool,
     errors: str | None,
     finish_running: bool,
+    record: Path | None = None,
 ) -> int:
     how = "nothing can go on with it" if target == "-" else "--resume goes on"
     try:
         check_paths(source, target, resume, errors)
+        if record is not None:
+            check_free(record)
         engine = load(options, is_single=False)
-        with Interrupts() as interrupts:
+        with _recorder(record, engine, options) as recorder, Interrupts() as interrupts:
             counts = run_batch(
                 engine,
                 source,
@@ -208,6 +214,7 @@ def batch(
                 errors=errors,
                 should_stop=lambda: interrupts.count > 0,
                 finish_running=finish_running,
+                recorder=recorder,
             )
     except InputError as error:
         raise Refused(USAGE, str(error)) from error
