@@ -183,7 +183,8 @@ def test_headers_are_read_where_they_are(
 
 
 def test_the_documented_plans_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/memory.md, to 5 % of each figure, so that a few buffers more do not matter."""
+    """docs/memory.md, to 5 % of each figure, so that a few buffers more do not matter;
+    `scripts/write_plans.py` renews it."""
     blocks = (ROOT / "docs" / "memory.md").read_text().split("```\n")[1::2]
     assert len(blocks) >= 3
     for block in blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drafts import INFERACT, REDHAT, random_draft_fields, tiny_inferact, tiny_redhat
+from live_bytes import LiveBytes
 from packed import CONFIG
 from test_weight_table import k3_rank_bytes
 from tiny import TINY, tiny_config, tiny_weights
@@ -42,7 +44,6 @@ from nanok3.plan import (
 from nanok3.runner import DTYPES, Runner
 from nanok3.spec.config import draft_config
 from nanok3.spec.draft_weights import build_draft
-from nanok3.spec_loop import SpecLoop
 from nanok3.step import allocate_buffers, without_parts
 from nanok3.weight_table import Filler, table
 from nanok3.workspaces import SMS, allocate, decode_spaces
@@ -131,7 +132,7 @@ def test_k3_by_kind(size: int) -> None:
     assert {kind: chosen.nbytes[kind] for kind in WEIGHTS} == right
     slot = 69 * (96 // size * 128 * 128 * 4 + 3 * 3 * 12288 // size * 2)
     assert chosen.nbytes[STATES] == (8 + 1) * slot
-    assert chosen.nbytes[SNAPSHOTS] == 4 * slot
+    assert chosen.nbytes[SNAPSHOTS] == GPU.num_snapshots * slot
     assert chosen.nbytes[LATENTS] == (8 * 4096 + 64) * 27_648
 
 
@@ -190,23 +191,19 @@ def test_the_persistent_kernel_allocates_that_much() -> None:
 @pytest.mark.parametrize("raw", [tiny_inferact(), tiny_redhat()], ids=["inferact", "redhat"])
 @pytest.mark.parametrize("changes", [{}, {"num_drafts": 3, "num_blocks": 9, "max_num_reqs": 3}])
 def test_a_draft_is_what_the_engine_allocates(raw: dict[str, Any], changes: Any) -> None:
+    """All that lives once a runner is made, whoever holds it."""
     settings = replace(EngineConfig(prefill_chunk=10, block_size=16, max_num_reqs=2), **changes)
     draft, weights = draft_config(raw), tiny_weights(TINY, 0, torch.float32)
     fields = random_draft_fields(draft, seed=1)
     drafts = draft, build_draft(draft, fields.__getitem__, weights.embed, weights.lm_head)
-    runner = Runner(TINY, weights, settings, drafts)
     chosen = make_plan(TINY, WHOLE, settings, draft)
-    assert isinstance(runner.loop, SpecLoop) and runner._drafter is not None
-    target = runner.loop.target
     assert chosen.nbytes[DRAFT_WEIGHTS] == nbytes_of(fields.values())
-    assert chosen.nbytes[DRAFT_CACHE] == runner._drafter.cache.nbytes
-    records = target._records
-    recorded = (records.qkv, records.decay, records.key, records.value)
-    assert chosen.nbytes[DRAFT_RECORDS] == nbytes_of(recorded)
-    buffers = [*vars(runner._drafter._buffers).values(), target._logits, target._taps_of_rows]
-    buffers += without_parts(target._buffers).values()
-    assert chosen.nbytes[DRAFT_BUFFERS] == nbytes_of(buffers)
-    assert chosen.nbytes[BUFFERS] == nbytes_of(without_parts(runner._buffers).values())
+    with LiveBytes() as live:
+        runner = Runner(TINY, weights, settings, drafts)
+        gc.collect()
+    assert runner.manager.snapshots == []
+    later = chosen.nbytes[SNAPSHOTS] + chosen.weight_bytes + chosen.nbytes[DRAFT_WEIGHTS]
+    assert live.now == chosen.total_bytes - later
     without = make_plan(TINY, WHOLE, replace(settings, num_drafts=0), draft)
     assert without.total_bytes == make_plan(TINY, WHOLE, settings).total_bytes
 
