@@ -56,6 +56,7 @@ def run_batch(
     target: str,
     *,
     model: str,
+    draft: str | None = None,
     overrides: Overrides,
     resume: bool = False,
     errors: str | None = None,
@@ -66,13 +67,14 @@ def run_batch(
     """Answers every line of `source` in `target`, after `batch_files.check_paths`.
 
     model: the name that a record gives the model where its request gives none.
+    draft: the name of the engine's draft, which a run that is resumed must have too.
     errors: a file that gets the records of failed lines besides.
     finish_running: what runs is finished after `should_stop`, but nothing new begins.
     recorder: gets a record of each reply of this run, in the order in which they end.
     Raises OutputError when a record cannot be written, InputError when the input breaks off; what
     was finished is kept.
     """
-    options = batch_options(engine, model, overrides)
+    options = batch_options(engine, model, draft, overrides)
     with LineSource(source) as lines, BatchFiles(target, errors, options, resume) as files:
         batch = _Batch(engine, model, overrides, lines, files, should_stop, recorder)
         try:

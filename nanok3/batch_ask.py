@@ -51,16 +51,20 @@ def asked_of(line: Line, overrides: Overrides) -> tuple[Asked, dict[str, Any]]:
     return Asked(messages, ask.tools, thinking is not False, line.number), own
 
 
-def batch_options(engine: Engine, model: str, overrides: Overrides) -> dict[str, Any]:
+def batch_options(
+    engine: Engine, model: str, draft: str | None, overrides: Overrides
+) -> dict[str, Any]:
     """What the records depend on, beside the lines and the weights."""
     vocabulary = None if engine.tokenizer is None else engine.tokenizer.vocab_size
     config = repr((engine.config, engine.defaults, vocabulary))
     options = {
         "model": model,
+        "draft": draft,  # it decides what a sampled reply draws
         "config": hashlib.sha256(config.encode()).hexdigest()[:12],
         "device": engine.settings.device.partition(":")[0],
         "dtype": engine.settings.dtype,
         "strict": engine.settings.strict,
+        "gpus": engine.settings.gpus,
         "context": engine.max_context,
     }
     # As JSON has it, in which a tuple is a list.

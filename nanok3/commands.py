@@ -198,6 +198,7 @@ def batch(
     record: Path | None = None,
 ) -> int:
     how = "nothing can go on with it" if target == "-" else "--resume goes on"
+    draft = options.draft_dir
     try:
         check_paths(source, target, resume, errors)
         if record is not None:
@@ -209,6 +210,7 @@ def batch(
                 source,
                 target,
                 model=options.model_dir.name,
+                draft=None if draft is None else draft.name,
                 overrides=Overrides(options.sampling, options.thinking, options.effort),
                 resume=resume,
                 errors=errors,

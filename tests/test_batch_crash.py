@@ -278,6 +278,7 @@ def test_resume_refuses_another_input(
     ("option", "reason"),
     [
         ({"model": "n"}, 'begun with model "m", and this run has "n"'),
+        ({"draft": "d"}, 'begun with draft null, and this run has "d"'),
         ({"overrides": Overrides({"seed": 1})}, "begun with sampling"),
         ({"overrides": Overrides({"stop": ("x",)}, False)}, "begun with thinking null"),
     ],
