@@ -17,7 +17,7 @@ from nanok3.packing import layout_problems
 from nanok3.plan import Plan, make_plan
 from nanok3.spec.config import DraftConfig
 
-MOST_REQUESTS = 4096  # no more are looked for
+MOST_REQUESTS = 4096  # no more are looked for, unless more are asked for
 STEP_ROWS = (1, 8, 64)
 
 
@@ -44,7 +44,7 @@ class Capacity:
     context: int  # tokens of a request, as asked
     memory: int
     longest_context: int  # tokens of each of the plan's requests that would fit; 0: none
-    most_requests: int  # of the plan's context that would fit, at most MOST_REQUESTS
+    most_requests: int  # of the plan's context that would fit, as far as was looked
     steps: tuple[StepBytes, ...]
     verdict: str
 
@@ -60,7 +60,7 @@ class Capacity:
         for kind, count in rows:
             if count:
                 yield f"{kind:26}{count:>19,} B{count / 1e9:>9.2f} GB"
-        more = " or more" if self.most_requests == MOST_REQUESTS else ""
+        more = " or more" if self.most_requests >= MOST_REQUESTS else ""
         num_reqs = chosen.settings.max_num_reqs
         yield f"largest context that fits, {num_reqs} requests: {self.longest_context} tokens"
         yield f"most requests that fit, {self.context} tokens each: {self.most_requests}{more}"
@@ -119,7 +119,7 @@ def capacity(
     most, block_size = config.max_position_embeddings, chosen.settings.block_size
     blocks = largest(lambda n: fits(min(n * block_size, most), requests), -(-most // block_size))
     longest = min(blocks * block_size, most)
-    num_reqs = largest(lambda n: fits(context, n), MOST_REQUESTS)
+    num_reqs = largest(lambda n: fits(context, n), max(requests, MOST_REQUESTS))
     steps = tuple(
         step_bytes(config, shard, rows, context, requests, bandwidth) for rows in STEP_ROWS
     )

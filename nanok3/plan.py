@@ -48,7 +48,6 @@ DRAFT_WEIGHTS, DRAFT_CACHE, DRAFT_RECORDS, DRAFT_BUFFERS = (
     *("draft weights", "draft cache", "draft records", "draft buffers"),
 )
 CACHES = (STATES, SNAPSHOTS, LATENTS, DRAFT_CACHE)
-PAGED = (LATENTS, DRAFT_CACHE)  # what lies in the latent blocks
 SAMPLING_BYTES = 32  # of a request and an id: logits, probabilities, their order
 
 
