@@ -40,13 +40,13 @@ def line(custom_id: str, text: str, **body: Any) -> dict[str, Any]:
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 NAMED = {"type": "function", "function": {"name": "second"}}
 LINES = [
-    line("free", "What is 2 + 3?", max_tokens=24, temperature=0),
+    line("free", "What is 2 + 3?", max_tokens=10, temperature=0),
     line("person", "Who?", response_format=FORMAT, max_completion_tokens=80),
-    line("object", "Hi", response_format={"type": "json_object"}, max_tokens=30),
+    line("object", "Hi", response_format={"type": "json_object"}, max_tokens=8),
     line("must", "Hi", tools=TOOLS, tool_choice="required", max_tokens=120),
     line("named", "Hi", tools=TOOLS, tool_choice=NAMED, temperature=1.0, max_tokens=120),
     line("bad", "Hi", response_format={"type": "xml"}),
-    line("long", "Hi", reasoning_effort="low", max_tokens=40),
+    line("long", "Hi", reasoning_effort="low", max_tokens=10),
 ]
 Run = Callable[..., tuple[int, str, str]]
 
@@ -123,7 +123,7 @@ def test_each_reply_has_a_record(done: Path) -> None:
     options = {s.name: (s.value, s.origin) for s in found[1].options}
     own = "the request itself"
     assert options["temperature"] == (0, own) and options["seed"] == (4, own)
-    assert options["max_tokens"] == (24, own) and options["thinking"] == ("off", own)
+    assert options["max_tokens"] == (10, own) and options["thinking"] == ("off", own)
     assert options["top_p"] == (0.9, "command line")
     assert options["strict"] == (True, "command line")
     assert {s.name: s.value for s in found[7].options}["effort"] == "low"
