@@ -8,34 +8,25 @@ record that says why. Memory does not grow with the file, but for 24 to 48 bytes
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nanok3.batch_ask import Overrides, asked_of, batch_options, submit
 from nanok3.batch_files import BatchFiles
 from nanok3.batch_input import LineSource
-from nanok3.batch_lines import Ask, Line, LineReader, error_record, failed, result_record
-from nanok3.chat import DEFAULT_EFFORT
+from nanok3.batch_lines import Line, LineReader, error_record, failed, result_record
 from nanok3.engine import Engine
 from nanok3.journal import Entry
 from nanok3.progress import StatusLine
+from nanok3.record import Recorder
 from nanok3.request import Request
 
 # What may wait for its turn behind a slow line; then the reading of lines stops.
 MAX_AHEAD = 1024
 MAX_AHEAD_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """What the command line says, for every line and against what it says itself."""
-
-    sampling: dict[str, Any] = field(default_factory=dict)
-    thinking: bool | None = None
-    effort: str | None = None
 
 
 @dataclass
@@ -65,23 +56,27 @@ def run_batch(
     target: str,
     *,
     model: str,
+    draft: str | None = None,
     overrides: Overrides,
     resume: bool = False,
     errors: str | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     finish_running: bool = True,
+    recorder: Recorder | None = None,
 ) -> Counts:
     """Answers every line of `source` in `target`, after `batch_files.check_paths`.
 
     model: the name that a record gives the model where its request gives none.
+    draft: the name of the engine's draft, which a run that is resumed must have too.
     errors: a file that gets the records of failed lines besides.
     finish_running: what runs is finished after `should_stop`, but nothing new begins.
+    recorder: gets a record of each reply of this run, in the order in which they end.
     Raises OutputError when a record cannot be written, InputError when the input breaks off; what
     was finished is kept.
     """
-    options = _options(engine, model, overrides)
+    options = batch_options(engine, model, draft, overrides)
     with LineSource(source) as lines, BatchFiles(target, errors, options, resume) as files:
-        batch = _Batch(engine, model, overrides, lines, files, should_stop)
+        batch = _Batch(engine, model, overrides, lines, files, should_stop, recorder)
         try:
             batch.begin()
             batch.run(finish_running)
@@ -105,7 +100,9 @@ class _Batch:
         lines: LineSource,
         files: BatchFiles,
         should_stop: Callable[[], bool],
+        recorder: Recorder | None,
     ) -> None:
+        self._recorder = recorder
         self._engine, self._model, self._overrides = engine, model, overrides
         self._lines, self._files, self._should_stop = lines, files, should_stop
         self.counts = Counts()
@@ -199,7 +196,9 @@ class _Batch:
             self._finish(started, error_record(line, "bad_line", line.problem))
         else:
             try:
-                started.request = _submit(self._engine, line.ask, self._overrides)
+                started.request = submit(self._engine, line.ask, self._overrides)
+                if self._recorder is not None:
+                    started.request.gaps = []
                 self._running.append(started)
             except ValueError as error:  # RequestError, and whatever else a line's values lead to
                 self._finish(started, error_record(line, "refused", str(error)))
@@ -209,6 +208,8 @@ class _Batch:
         for started in [s for s in self._running if s.request is not None and s.request.done]:
             assert started.request is not None and self._engine.tokenizer is not None
             result = started.request.result()
+            if self._recorder is not None:
+                self._recorder.write(started.request, *asked_of(started.line, self._overrides))
             self.counts.tokens += result.usage.completion_tokens
             if result.error is not None:
                 record = error_record(started.line, "failed", result.error)
@@ -270,32 +271,3 @@ class _Batch:
         if not last and answered > 0 and total:
             text += f", {seconds * max(total - self._end, 0) / answered:.0f} s left"
         return text
-
-
-def _submit(engine: Engine, ask: Ask, overrides: Overrides) -> Request:
-    thinking = ask.thinking if overrides.thinking is None else overrides.thinking
-    return engine.submit(
-        ask.prompt,
-        engine.sampling(**(ask.sampling | overrides.sampling)),
-        tools=ask.tools,
-        thinking=thinking is not False,
-        thinking_effort=overrides.effort or ask.effort or DEFAULT_EFFORT,
-        tool_choice=ask.tool_choice,
-        response_format=ask.response_format,
-    )
-
-
-def _options(engine: Engine, model: str, overrides: Overrides) -> dict[str, Any]:
-    """What the records depend on, beside the lines and the weights."""
-    vocabulary = None if engine.tokenizer is None else engine.tokenizer.vocab_size
-    config = repr((engine.config, engine.defaults, vocabulary))
-    options = {
-        "model": model,
-        "config": hashlib.sha256(config.encode()).hexdigest()[:12],
-        "device": engine.settings.device.partition(":")[0],
-        "dtype": engine.settings.dtype,
-        "strict": engine.settings.strict,
-        "context": engine.max_context,
-    }
-    # As JSON has it, in which a tuple is a list.
-    return options | json.loads(json.dumps(asdict(overrides)))

@@ -156,14 +156,13 @@ def _ask(fields: Mapping[str, Any]) -> Ask:
     effort = given.get("reasoning_effort")
     if effort is not None and effort not in ("none", *EFFORTS):
         raise TextError(f"reasoning_effort must be none, low, high or max, not {effort!r}")
-    if not isinstance(given.get("tools", []), list):
-        raise TextError(f"tools must be a list of tools, not {type(given['tools']).__name__}")
     is_off = effort == "none"
+    tools, tool_choice = _tools(given)
     return Ask(
         prompt=prompt,
         sampling=_sampling(given),
-        tools=given.get("tools"),
-        tool_choice=given.get("tool_choice"),
+        tools=tools,
+        tool_choice=tool_choice,
         response_format=given.get("response_format"),
         thinking=None if effort is None else not is_off,
         effort=None if is_off else effort,
@@ -184,6 +183,28 @@ def _prompt(given: Mapping[str, Any]) -> str | list[Any]:
     if not all(isinstance(message, dict) for message in messages):
         raise TextError("messages must be a list of objects")  # numbers would be taken for ids
     return messages
+
+
+def _tools(given: Mapping[str, Any]) -> tuple[list[Any] | None, str | None]:
+    """Tools and tool_choice; a tool that is named is the only one that the model is told of."""
+    tools, choice = given.get("tools"), given.get("tool_choice")
+    if tools is not None and not isinstance(tools, list):
+        raise TextError(f"tools must be a list of tools, not {type(tools).__name__}")
+    if not isinstance(choice, dict):
+        return tools, choice
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise TextError('tool_choice must be a word or {"type": "function", "function": {"name"}}')
+    named = [tool for tool in tools or [] if _name_of(tool) == name]
+    if not named:
+        raise TextError(f"tool_choice names {name!r}, which is none of the tools")
+    return named, "required"
+
+
+def _name_of(tool: object) -> object:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,11 +263,12 @@ def result_record(line: Line, result: Result, model: str, tokenizer: Tokenizer) 
     body = {
         "id": f"chatcmpl-{line.digest}",
         "object": "chat.completion",
+        "created": 0,  # a clock would make two runs differ
         "model": line.ask.model or model,
         "choices": [choice],
         "usage": usage,
     }
-    response = {"status_code": 200, "body": body | warnings}
+    response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body | warnings}
     return {**_name(line), "response": response, "error": None}
 
 

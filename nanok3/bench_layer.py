@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import Cache, allocate_cache
+from nanok3.cards import CARDS
 from nanok3.config import ModelConfig, Shard
 from nanok3.count import count_step, total
 from nanok3.kernel_ops import Kernels
@@ -36,7 +37,7 @@ from nanok3.rank_weights import packed_ends, packed_layer, plain_layer
 from nanok3.step import Buffers, Step, allocate_buffers
 from nanok3.weights import LayerWeights, Weights
 
-STREAM_BYTES_PER_S = 4.64e12  # what a bulk-copy ring reads on an H200: the floor
+STREAM_BYTES_PER_S = CARDS["h200"].bandwidth  # the floor
 BLOCK_SIZE = 64
 REPEATS = 15
 SEED = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from nanok3.checkpoint import Checkpoint, CheckpointError
 from nanok3.checkpoint_check import INDEX, TEXT_ROOT, is_skipped, official_name, read_index
 from nanok3.config import ModelConfig, load_generation_defaults, read_json
-from nanok3.config_rules import is_int
+from nanok3.config_rules import is_int, not_taken
 from nanok3.safetensors_header import read_header
 from nanok3.tokenizer import (
     CONFIG_FILE,
@@ -225,4 +225,4 @@ def check_generation(model_dir: Path, config: ModelConfig) -> Check:
         for field, id in ids
         if not is_int(id) or not 0 <= id < config.vocab_size
     ]
-    return judged(name, f"{len(ids)} ids", problems)
+    return judged(name, f"{len(ids)} ids", problems, not_taken(raw))

@@ -13,6 +13,7 @@ is for others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -172,6 +173,7 @@ class Buffer:
         return Access(self.kind, self.name, self.index, values, values * self.value_bytes)
 
 
+@functools.cache  # of a K3 it takes longer than the rest of a count
 def weight_buffers(
     config: ModelConfig, dtype: torch.dtype, expert_bytes: float, shard: Shard
 ) -> dict[str, Any]:

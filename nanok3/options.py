@@ -18,6 +18,7 @@ NO_DRAFT = "none"
 COMMAND_LINE, CHECKPOINT, BUILT_IN = "command line", "generation_config.json", "built in"
 DERIVED = "worked out"  # from other settings, the model or the machine
 DRAWN = "drawn for each reply"
+REQUEST = "the request itself"  # a line of a batch
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""What a rank of a model needs in memory, to the byte, and whether a GPU has that much.
+"""What a rank of a model needs in memory, to the byte.
 
 Weights, caches, buffers and workspaces come from their allocators without a device, so that a plan
-is what gets allocated; what torch takes for a while is counted at its most. Not counted: what the
-driver, compiled kernels and captured graphs take outside of torch (`device.SPARE_BYTES`), and the
-tensors that `Engine.logits` returns. Knows no files of weights and needs no GPU.
+is what gets allocated; what torch takes for a while is counted at its most. What the driver,
+compiled kernels and captured graphs take outside of torch is no part of it but a reserve
+(`device.SPARE_BYTES`). Not counted: the tensors that `Engine.logits` returns. Whether a GPU has
+that much is for `capacity.py`. Knows no files of weights and needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nanok3.cache import allocate_cache
-from nanok3.config import TP_SIZES, EngineConfig, ModelConfig, Shard
+from nanok3.cache import Cache, allocate_cache
+from nanok3.config import MEGA_ROWS, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory
-from nanok3.packing import Places, empty_head, empty_layer, layout_problems, tensors_of
+from nanok3.device import SPARE_BYTES
+from nanok3.mega_sizes import mega_bytes
+from nanok3.packing import Places, empty_head, empty_layer, tensors_of
+from nanok3.reference.kda_records import allocate_records
 from nanok3.runner import DEFAULT_CONTEXT, DTYPES
+from nanok3.spec.config import DraftConfig
+from nanok3.spec.draft import allocate_draft_buffers, allocate_draft_cache
+from nanok3.spec.draft_weights import draft_table
 from nanok3.step import allocate_buffers, without_parts
 from nanok3.weight_table import Field, ends_table, layer_table
 from nanok3.workspaces import (
@@ -33,7 +40,14 @@ from nanok3.workspaces import (
 
 WEIGHTS = ("experts", "attention", "rest of MoE", "dense MLP", "embedding and head", "norms")
 STATES, SNAPSHOTS, LATENTS, BUFFERS = "KDA states", "KDA snapshots", "latent pages", "buffers"
-DECODING, PREFILLING = "decode workspace", "prefill workspace"  # on a GPU
+# On a GPU; graphs: what captured graphs hold of torch's memory.
+DECODING, MEGA, GRAPHS, PREFILLING = (
+    *("decode workspace", "persistent kernel", "graphs", "prefill workspace"),
+)
+DRAFT_WEIGHTS, DRAFT_CACHE, DRAFT_RECORDS, DRAFT_BUFFERS = (
+    *("draft weights", "draft cache", "draft records", "draft buffers"),
+)
+CACHES = (STATES, SNAPSHOTS, LATENTS, DRAFT_CACHE)
 SAMPLING_BYTES = 32  # of a request and an id: logits, probabilities, their order
 
 
@@ -43,22 +57,39 @@ class Plan:
 
     size: int  # ranks
     settings: EngineConfig
+    draft: DraftConfig | None
     num_blocks: int  # latent blocks that requests and snapshots may have
     nbytes: dict[str, int]  # by WEIGHTS and what follows them
+    reserve: int  # what is kept free beside them
 
     @property
     def weight_bytes(self) -> int:
         return sum(self.nbytes[kind] for kind in WEIGHTS)
 
     @property
+    def cache_bytes(self) -> int:
+        return sum(self.nbytes.get(kind, 0) for kind in CACHES)
+
+    @property
     def total_bytes(self) -> int:
+        """What is allocated."""
         return sum(self.nbytes.values())
 
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be free before anything is."""
+        return self.total_bytes + self.reserve
 
-def make_plan(config: ModelConfig, shard: Shard, settings: EngineConfig) -> Plan:
-    """On a CPU experts are unpacked to the engine's dtype; on a GPU all is as kernels take it."""
+
+def make_plan(
+    config: ModelConfig, shard: Shard, settings: EngineConfig, draft: DraftConfig | None = None
+) -> Plan:
+    """On a CPU experts are unpacked to the engine's dtype; on a GPU all is as kernels take it.
+
+    draft: whole on every rank, since nothing splits it."""
     assert not (shard.problems(config) or settings.problems(config)), "the caller checks these"
     dtype, on_gpu = DTYPES[settings.dtype], settings.device != "cpu"
+    draft = None if settings.num_drafts == 0 else draft
     counts = dict.fromkeys((*WEIGHTS, STATES, SNAPSHOTS, LATENTS, BUFFERS), 0)
     counts |= weight_bytes(config, shard, dtype, on_gpu)
     num_reqs, block_size = settings.max_num_reqs, settings.block_size
@@ -69,13 +100,19 @@ def make_plan(config: ModelConfig, shard: Shard, settings: EngineConfig) -> Plan
     counts[STATES] = nbytes_of((cache.conv_state, cache.state))
     counts[SNAPSHOTS] = settings.num_snapshots * counts[STATES] // (num_reqs + 1)
     counts[LATENTS] = nbytes_of((cache.latent,))
-    counts[BUFFERS] = buffer_bytes(config, shard, max(num_reqs, settings.prefill_chunk), dtype)
+    rows, num_taps = max(num_reqs, settings.prefill_chunk), len(draft.taps) if draft else 0
+    counts[BUFFERS] = buffer_bytes(config, shard, rows, dtype, num_taps)
     if on_gpu:
-        counts[DECODING] = decode_bytes(config, shard, settings, num_blocks)
+        counts[DECODING] = spaces_bytes(decode_spaces(config, shard, num_reqs))
+        counts[MEGA] = persistent_bytes(config, shard, settings)
+        counts[GRAPHS] = graph_bytes(config, shard, settings, num_blocks)
         spaces = spaces_bytes(prefill_spaces(config, shard, settings.prefill_chunk))
         for_a_while = temporary_bytes(config, shard, settings.prefill_chunk)
         counts[PREFILLING] = spaces + for_a_while + LIBRARY_BYTES
-    return Plan(shard.size, settings, num_blocks, counts)
+    if draft is not None:
+        counts |= draft_bytes(config, shard, settings, draft, num_blocks, cache)
+    reserve = SPARE_BYTES if on_gpu else 0
+    return Plan(shard.size, settings, draft, num_blocks, counts, reserve)
 
 
 def weight_bytes(
@@ -104,14 +141,23 @@ def weight_bytes(
     return found
 
 
-def buffer_bytes(config: ModelConfig, shard: Shard, max_rows: int, dtype: torch.dtype) -> int:
-    buffers = allocate_buffers(config, max_rows, max_rows, dtype, "meta", shard)
+def buffer_bytes(
+    config: ModelConfig, shard: Shard, max_rows: int, dtype: torch.dtype, num_taps: int = 0
+) -> int:
+    buffers = allocate_buffers(config, max_rows, max_rows, dtype, "meta", shard, num_taps)
     return nbytes_of(without_parts(buffers).values())
 
 
-def decode_bytes(config: ModelConfig, shard: Shard, settings: EngineConfig, num_blocks: int) -> int:
-    """Of the captured graphs: kernels' workspaces, buffers at addresses of their own, the state of
-    a step, and what drawing takes of their pool."""
+def persistent_bytes(config: ModelConfig, shard: Shard, settings: EngineConfig) -> int:
+    if settings.ops == "chain":
+        return 0
+    height = 1 if settings.strict else min(settings.max_num_reqs, MEGA_ROWS)
+    return mega_bytes(config, shard, height, settings.block_size)
+
+
+def graph_bytes(config: ModelConfig, shard: Shard, settings: EngineConfig, num_blocks: int) -> int:
+    """Buffers at addresses of their own, the state of a step, and what drawing takes of the pool
+    of captured graphs."""
     num_reqs, size = settings.max_num_reqs, settings.block_size
     longest = min(num_blocks, -(-config.max_position_embeddings // size))
     logits = torch.empty(num_reqs, config.vocab_size, dtype=torch.float32, device="meta")
@@ -120,9 +166,39 @@ def decode_bytes(config: ModelConfig, shard: Shard, settings: EngineConfig, num_
     tensors = [t for fields in held for t in fields.values() if isinstance(t, Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     buffers = buffer_bytes(config, shard, num_reqs, torch.bfloat16)
-    spaces = spaces_bytes(decode_spaces(config, shard, num_reqs))
     pool = SAMPLING_BYTES * num_reqs * config.vocab_size
-    return sum(storages.values()) - logits.nbytes + buffers + spaces + pool
+    return sum(storages.values()) - logits.nbytes + buffers + pool
+
+
+def draft_bytes(
+    config: ModelConfig,
+    shard: Shard,
+    settings: EngineConfig,
+    draft: DraftConfig,
+    num_blocks: int,
+    cache: Cache,
+) -> dict[str, int]:
+    """What a `Drafter` and a `Target` hold beside the model."""
+    dtype, num_reqs = DTYPES[settings.dtype], settings.max_num_reqs
+    num_rows = min(settings.num_drafts or draft.block_size, draft.block_size) + 1  # verified
+    fields = sum(prod(field.shape) * field.dtype(dtype).itemsize for field in draft_table(draft))
+    context_rows = max(settings.prefill_chunk, num_reqs * (draft.block_size + 1))
+    window_rows = num_reqs * draft.block_size
+    own = allocate_draft_buffers(draft, context_rows, window_rows, dtype, "meta")
+    pages = allocate_draft_cache(draft, num_blocks + 1, settings.block_size, dtype, "meta")
+    most, taps = num_reqs * num_rows, len(draft.taps)
+    target = allocate_buffers(config, most, most, dtype, "meta", shard, taps)
+    row_by_row = nbytes_of((target.logits, target.taps))  # a second time, for the strict mode
+    num_layers, num_slots = cache.state.shape[:2]
+    records = allocate_records(num_layers, num_slots, num_rows, cache.conv_state, cache.state)
+    return {
+        DRAFT_WEIGHTS: fields,
+        DRAFT_CACHE: pages.nbytes,
+        DRAFT_RECORDS: nbytes_of(t for t in vars(records).values() if isinstance(t, Tensor)),
+        DRAFT_BUFFERS: nbytes_of(vars(own).values())
+        + nbytes_of(without_parts(target).values())
+        + row_by_row,
+    }
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
@@ -142,55 +218,10 @@ def kind_of(name: str) -> str:
     return "norms" if first.endswith("_res") else "attention"
 
 
-# ---- the verdict ----
-
-
-def larger_size(config: ModelConfig, chosen: Plan, memory: int) -> int | None:
-    """The fewest ranks that do what this plan does within `memory` bytes each."""
-    for size in TP_SIZES:
-        shard = Shard(0, size)
-        if size <= chosen.size or shard.problems(config) or layout_problems(config, shard):
-            continue
-        if make_plan(config, shard, chosen.settings).total_bytes <= memory:
-            return size
-    return None
-
-
-def longest_context(chosen: Plan, memory: int) -> int:
-    """Tokens for each request that would fit within `memory`; 0 if not even a block would."""
-    settings = chosen.settings
-    if not chosen.nbytes[LATENTS]:
-        return 0
-    num_blocks = chosen.num_blocks + 1  # trash
-    left = memory - (chosen.total_bytes - chosen.nbytes[LATENTS])
-    blocks = left * num_blocks // chosen.nbytes[LATENTS] - 1 - settings.num_snapshots
-    return max(0, blocks // settings.max_num_reqs * settings.block_size)
-
-
-def verdict(config: ModelConfig, chosen: Plan, memory: int) -> str:
-    """One sentence: whether it fits into `memory` bytes, by how much, and otherwise what would."""
-    spare = memory - chosen.total_bytes
-    if spare >= 0:
-        return f"fits with {spare / 1e9:.1f} GB to spare on each GPU"
-    ways = []
-    if (size := larger_size(config, chosen, memory)) is not None:
-        ways.append(f"{size} GPUs")
-    if context := longest_context(chosen, memory):
-        ways.append(f"--context {context}")
-    advice = " or ".join(ways) if ways else f"GPUs with {chosen.total_bytes / 1e9:.1f} GB"
-    return f"does not fit by {-spare / 1e9:.1f} GB on each GPU; use {advice}"
-
-
 def summary(chosen: Plan) -> str:
     """What a plan consists of, and what would make it smaller, to end a sentence with."""
-    caches = sum(chosen.nbytes[kind] for kind in (STATES, SNAPSHOTS, LATENTS))
-    rest = chosen.total_bytes - chosen.weight_bytes - caches
-    shares = (chosen.weight_bytes, "weights"), (caches, "caches"), (rest, "workspaces")
+    weights = chosen.weight_bytes + chosen.nbytes.get(DRAFT_WEIGHTS, 0)
+    rest = chosen.total_bytes - weights - chosen.cache_bytes
+    shares = (weights, "weights"), (chosen.cache_bytes, "caches"), (rest, "workspaces")
     named = ", ".join(f"{count / 1e9:.1f} for {name}" for count, name in shares)
     return f" ({named}): fewer or shorter requests need less for caches"
-
-
-def lines(chosen: Plan) -> list[str]:
-    """The bytes of a rank, a line a kind."""
-    rows = [*chosen.nbytes.items(), ("total", chosen.total_bytes)]
-    return [f"{kind:20}{count:>19,} B{count / 1e9:>9.2f} GB" for kind, count in rows if count]

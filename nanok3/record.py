@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from types import NoneType, TracebackType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -23,12 +24,12 @@ from nanok3.checkpoint_check import CheckpointError, read_index
 from nanok3.config import EngineConfig, read_json
 from nanok3.console import OutputError, TextError, decode_text, parse_json
 from nanok3.engine import Engine
-from nanok3.options import Setting
+from nanok3.options import REQUEST, Setting
 from nanok3.request import Request
 from nanok3.safetensors_header import MAX_HEADER_BYTES
 from nanok3.sampling import SamplingParams
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class RecordError(ValueError):
@@ -58,6 +59,7 @@ class Asked:
     messages: list[Any]
     tools: list[Any] | None
     thinking: bool
+    line: int | None = None  # of a batch's input, from 1
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,12 @@ class Record:
     options: list[Setting]  # each with where it came from
     asked: Asked
     sampling: SamplingParams  # as in force: with the seed, all stop ids and the room for the reply
+    grammar: str | None  # what the reply may be, as `grammar.Grammar` has it; None: anything
     prompt_ids: list[int]
     cached_tokens: int  # of the prompt, found in a snapshot
     output_ids: list[int]
-    gaps: list[float]  # of each output id: the best logit of its row less the second best
+    # Of each output id: the best logit of its row less the second best; None: a form left but one.
+    gaps: list[float | None]
     finish_reason: str
     error: str | None
 
@@ -159,12 +163,17 @@ class Recorder:
         if not self._end:
             self._path.unlink(missing_ok=True)
 
-    def write(self, request: Request, asked: Asked) -> None:
-        """The record of a request that is done, however it ended."""
+    def write(self, request: Request, asked: Asked, own: Mapping[str, Any] | None = None) -> None:
+        """The record of a request that is done, however it ended; own: settings that it made."""
         assert request.finish_reason is not None and request.gaps is not None
+        own = own or {}
+        options = [
+            Setting(setting.name, own[setting.name], REQUEST) if setting.name in own else setting
+            for setting in self._options
+        ]
         options = [
             replace(setting, value=request.params.seed) if setting.name == "seed" else setting
-            for setting in self._options
+            for setting in options
         ]
         record = Record(
             schema=SCHEMA,
@@ -172,10 +181,11 @@ class Recorder:
             options=options,
             asked=asked,
             sampling=replace(request.params, max_tokens=request.max_tokens),
+            grammar=None if request.grammar is None else request.grammar.lark,
             prompt_ids=request.ids[: request.num_prompt],
             cached_tokens=request.num_reused,
             output_ids=request.ids[request.num_prompt :],
-            gaps=request.gaps,
+            gaps=[gap if isfinite(gap) else None for gap in request.gaps],
             finish_reason=request.finish_reason,
             error=request.error,
         )

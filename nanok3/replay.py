@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nanok3.engine import Engine
+from nanok3.engine import Engine, RequestError
+from nanok3.grammar import Grammar, TokenTable
 from nanok3.record import Record, Run
 from nanok3.sampling import rows_of
 
@@ -31,11 +32,16 @@ class Verdict:
 
 def replay(engine: Engine, records: Sequence[Record]) -> Iterator[Verdict]:
     """A verdict a record; RequestError where one cannot be served (it was changed by hand)."""
+    table: TokenTable | None = None
     for record in records:
+        if record.grammar is not None and table is None:
+            if engine.tokenizer is None:
+                raise RequestError("the reply had a form, and without tiktoken.model it has none")
+            table = TokenTable(engine.tokenizer)
         if record.finish_reason == "cancelled" and not record.output_ids:
             yield Verdict(True, "nothing to compare: it was stopped before its first token")
         else:
-            yield _replay_one(engine, record)
+            yield _replay_one(engine, record, table)
 
 
 def changes(then: Run, now: Run) -> list[str]:
@@ -57,10 +63,16 @@ def changes(then: Run, now: Run) -> list[str]:
     return found
 
 
-def _replay_one(engine: Engine, record: Record) -> Verdict:
+def _replay_one(engine: Engine, record: Record, table: TokenTable | None) -> Verdict:
+    """table: where the reply was held to a grammar."""
     had = record.output_ids
     thinking = None if engine.tokenizer is None else record.asked.thinking
-    request = engine.submit_ids(record.prompt_ids, record.sampling, thinking)
+    grammar = None
+    if record.grammar is not None and table is not None:
+        if problem := table.problem(record.grammar):
+            raise RequestError(f"the grammar is none: {problem}")
+        grammar = Grammar(table, table.matcher(record.grammar), bool(thinking), record.grammar)
+    request = engine.submit_ids(record.prompt_ids, record.sampling, thinking, grammar)
     cut = record.finish_reason == "cancelled"
     place = 0  # up to here the ids are equal
     try:
@@ -101,6 +113,8 @@ def _judged(record: Record, place: int) -> str:
     if place >= len(record.gaps):
         return "no gap was recorded there"
     gap = record.gaps[place]
+    if gap is None:
+        return "its form left one id there"
     said = f"recorded gap {gap:.3g}"
     params = record.sampling
     if params.temperature != 0:

@@ -44,7 +44,8 @@ from nanok3.kernels import (  # noqa: E402
     route,
 )
 from nanok3.kernels.mega.kernel import Program, compile_mega  # noqa: E402
-from nanok3.mega_ops import sizes_of, texts  # noqa: E402
+from nanok3.mega_ops import texts  # noqa: E402
+from nanok3.mega_sizes import sizes_of  # noqa: E402
 from nanok3.packing import Packed, empty_weights  # noqa: E402
 
 MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"

@@ -95,6 +95,8 @@ def main() -> int:
             ["batch", str(source), str(right), "--errors", str(right_errors), *common], log
         )
         while not right.exists():
+            ended = os.waitpid(first, os.WNOHANG)[0]
+            assert not ended, f"it ended without an output: {log.read_text()}"
             time.sleep(0.001)
         loading = time.monotonic() - begin
         assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 6, log.read_text()

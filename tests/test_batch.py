@@ -175,9 +175,11 @@ def test_records_have_the_documented_shape() -> None:
         "custom_id": "a",
         "response": {
             "status_code": 200,
+            "request_id": f"req_{line.digest}",
             "body": {
                 "id": f"chatcmpl-{line.digest}",
                 "object": "chat.completion",
+                "created": 0,
                 "model": "k3",
                 "choices": [
                     {
@@ -242,6 +244,15 @@ BAD_LINES: list[tuple[Any, str]] = [
     ({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}, "differ"),
     ({"prompt": "a", "stop": ["x", ""]}, "stop must be"),
     ({"prompt": "a", "tools": "x"}, "tools must be a list"),
+    ({"prompt": "a", "tools": [5, {}], "tool_choice": {"type": "function"}}, "tool_choice must"),
+    (
+        {
+            "prompt": "a",
+            "tools": [5, {"function": {"name": "g"}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+        "names 'f', which is none of the tools",
+    ),
     ({"prompt": "a", "top_logprobs": 3}, "logprobs must be true"),
     ({"prompt": "a", "model": 7}, "model must be a string"),
     *(

@@ -7,8 +7,10 @@ had put on the disk.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -276,6 +278,7 @@ def test_resume_refuses_another_input(
     ("option", "reason"),
     [
         ({"model": "n"}, 'begun with model "m", and this run has "n"'),
+        ({"draft": "d"}, 'begun with draft null, and this run has "d"'),
         ({"overrides": Overrides({"seed": 1})}, "begun with sampling"),
         ({"overrides": Overrides({"stop": ("x",)}, False)}, "begun with thinking null"),
     ],
@@ -351,6 +354,40 @@ def test_memory_does_not_grow_with_the_lines(
         tracemalloc.stop()
         assert counts.done == 2 * count
     assert peaks[1] < 1.2 * peaks[0] + 50_000, peaks
+
+
+def test_progress_has_tokens_a_rate_and_the_time_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr; of a pipe nobody knows how much is left."""
+    monkeypatch.setattr("nanok3.progress.StatusLine.is_due", True)
+    counted = r"\d+ lines done, \d+ failed, \d+ tokens, \d+\.\d tok/s"
+    packed = folder / "in.gz"
+    packed.write_bytes(gzip.compress((folder / "in.jsonl").read_bytes()))
+    for source in (folder / "in.jsonl", packed):
+        start(FakeEngine(), folder, f"from-{source.name}", source=source)
+        shown = capsys.readouterr()
+        lines = shown.err.splitlines()
+        assert not shown.out and all(re.match(counted, line) for line in lines)
+        assert any(re.fullmatch(rf"{counted}, \d+ s left *", line) for line in lines)
+        assert lines[-1].startswith("14 lines done, 3 failed, 22 tokens, ")
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    feeder = threading.Thread(target=pipe.write_bytes, args=((folder / "in.jsonl").read_bytes(),))
+    feeder.start()
+    start(FakeEngine(), folder, "from-pipe", source=pipe)
+    feeder.join()
+    assert "s left" not in capsys.readouterr().err
+
+
+def test_twenty_thousand_lines_of_the_script() -> None:
+    """`scripts/million_lines.py`, whose default takes minutes."""
+    command = [sys.executable, "scripts/million_lines.py", "--lines", "20000"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    grown = re.search(r"^20,000 lines, .* peak memory grew by (\d+) MB", done.stdout)
+    assert grown is not None and int(grown[1]) < 20, done.stdout
 
 
 def test_random_kills(tmp_path: Path) -> None:

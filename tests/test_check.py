@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, tiny_config
 from torch import Tensor
 
-from nanok3 import check, cli, content_hash
-from nanok3.check import HASH, VALUE_CHECKS
+from nanok3 import check, check_values, cli, content_hash
+from nanok3.check import HASH
 from nanok3.check_files import FILE_CHECKS, TEXT_CHECKS
+from nanok3.check_values import VALUE_CHECKS
 from nanok3.checkpoint import Checkpoint, TensorSpec, read_tensor
-from nanok3.commands import CHECK_STATE
+from nanok3.commands_plan import CHECK_STATE
 from nanok3.exits import MODEL, OUTPUT, USAGE
 from nanok3.tokenizer import NAMED_SPECIALS
 from nanok3.weight_table import expected_tensors
@@ -155,6 +156,17 @@ def narrow(path: Path) -> None:
     edit_json(path / INDEX, lambda index: index.pop("metadata"))
 
 
+def low_codes(path: Path) -> None:
+    """No value of layer 1's experts is above 1.5 times its scale."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("weight_packed"):
+                tensors[name] &= 0xBB
+
+    edit_tensors(path / SECOND, edit)
+
+
 def drop_special(path: Path) -> None:
     config = path / "tokenizer_config.json"
     edit_json(config, lambda raw: raw["added_tokens_decoder"].pop("259"))
@@ -245,6 +257,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
         ["o_proj.weight in", "found nan in row 63"],
     ),
     "scale 255": (set_scales(255), "experts", ["weight_scale in", "found 255 (NaN) in row 5"]),
+    "low": (low_codes, "experts", ["weight_scale in", "at 2 or less in 64 of 64 groups"]),
     "too large": (set_scales(254), "experts", ["bfloat16 can hold", "found 1.02e+39 in row 5"]),
 }
 
@@ -306,20 +319,36 @@ def test_what_does_not_hinder_is_a_warning(spoilt: Path, capsys: Capture) -> Non
     assert "rows 0 to 63 are zero throughout" in warnings[-1]
 
 
+def test_proposals_that_are_not_taken_are_warnings(spoilt: Path, capsys: Capture) -> None:
+    """Of generation_config.json; those that change nothing are no matter."""
+    taken = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "eos_token_id": 258}
+    neutral = {"do_sample": True, "min_p": None, "num_beams": 1, "transformers_version": "5"}
+    path = spoilt / "generation_config.json"
+    path.write_text(json.dumps(taken | neutral | {"repetition_penalty": 1}))
+    _, report = report_of(capsys, "--model", spoilt)
+    assert by_name(report)["generation config"]["warnings"] == []
+    path.write_text(json.dumps(taken | {"repetition_penalty": 1.1, "do_sample": False}))
+    code, report = report_of(capsys, "--model", spoilt)
+    assert code == 0 and by_name(report)["generation config"]["warnings"] == [
+        "generation_config.json: do_sample false is not taken",
+        "generation_config.json: repetition_penalty 1.1 is not taken",
+    ]
+
+
 # ---- the sample ----
 
 
 def test_a_sample_is_a_part_and_says_how_much(
     tiny: Path, spoilt: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "SAMPLE_BYTES", 512)
+    monkeypatch.setattr(check_values, "SAMPLE_BYTES", 512)
     sizes = []
 
     def noted(descriptor: int, path: Path, begin: int, spec: TensorSpec) -> Tensor:
         sizes.append(spec.nbytes)
         return read_tensor(descriptor, path, begin, spec)
 
-    monkeypatch.setattr(check, "read_tensor", noted)
+    monkeypatch.setattr(check_values, "read_tensor", noted)
     code, report = report_of(capsys, "--model", tiny)
     total = sum(path.stat().st_size for path in tiny.glob("*.safetensors"))
     assert code == 0 and report["sampled_bytes"] == sum(sizes) < total / 3
@@ -329,7 +358,7 @@ def test_a_sample_is_a_part_and_says_how_much(
     name = f"{LAYER}1.self_attn.o_proj.weight"
     tables = {"mxfp4": expected_tensors(CONFIG)}
     checkpoint = Checkpoint.open(tiny, tables)
-    sample = next(s for s in check.samples(checkpoint, CONFIG) if s.names == (name,))
+    sample = next(s for s in check_values.samples(checkpoint, CONFIG) if s.names == (name,))
     assert sample.first > 0 and 1 < sample.rows < 64
     for row in (sample.first - 1, sample.first, sample.first + sample.rows - 1):
         shutil.copy(tiny / SECOND, spoilt / SECOND)
@@ -343,7 +372,7 @@ def test_a_sample_is_a_part_and_says_how_much(
 def test_largest_codes() -> None:
     packed = torch.zeros(2, 32, dtype=torch.uint8)
     packed[0, 3], packed[0, 20], packed[1, 15], packed[1, 16] = 0x0F, 0x60, 0x81, 0xD8
-    assert check.largest_code(packed).tolist() == [[7, 6], [1, 5]]
+    assert check_values.largest_code(packed).tolist() == [[7, 6], [1, 5]]
 
 
 # ---- the hash ----

@@ -85,6 +85,28 @@ def test_ops_that_cannot_run_are_refused(settings: dict[str, Any], sentence: str
     assert len(problems) == bool(sentence) and sentence in "".join(problems)
 
 
+def test_a_proposal_that_is_not_taken_is_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model's others are in force, and the command line goes before them."""
+    (tmp_path / "model").symlink_to(model)
+    found = generate(tmp_path / "model", tmp_path / "a", "--top-k", 3)
+    assert found["top_k"] == (3, "command line")
+    assert found["temperature"] == (0.7, "generation_config.json")
+    assert "is not taken" not in capsys.readouterr().err
+    config = model / "generation_config.json"
+    before = config.read_text()
+    try:
+        config.write_text('{"top_k": 9, "top_p": 0.5, "min_p": 0.1}')
+        found = generate(model, tmp_path / "b")
+    finally:
+        config.write_text(before)
+    assert found["top_k"] == (9, "generation_config.json")
+    assert found["top_p"] == (0.5, "generation_config.json")
+    assert found["min_p"] == (0.0, "built in")
+    assert "generation_config.json: min_p 0.1 is not taken" in capsys.readouterr().err
+
+
 def test_ops_are_in_force(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "hi", "--model", model, "--ops", "mega", "--device", "cpu"]
     assert cli.run([str(part) for part in command]) != 0

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
-import json
+import gc
 from dataclasses import replace
 from math import prod
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from drafts import INFERACT, REDHAT, random_draft_fields, tiny_inferact, tiny_redhat
+from live_bytes import LiveBytes
 from packed import CONFIG
 from test_weight_table import k3_rank_bytes
-from tiny import tiny_config, tiny_weights
+from tiny import TINY, tiny_config, tiny_weights
 
-from nanok3 import cli
 from nanok3.cache import CacheManager, allocate_cache
+from nanok3.capacity import settings_for
 from nanok3.config import K3, WHOLE, EngineConfig, Shard
 from nanok3.decode import StateMemory
+from nanok3.device import SPARE_BYTES
+from nanok3.kernels.mega.fields import ENTRIES
+from nanok3.mega_sizes import SYNC_BYTES, sizes_of
 from nanok3.packing import empty_weights, tensors_of
 from nanok3.plan import (
     BUFFERS,
     DECODING,
+    DRAFT_BUFFERS,
+    DRAFT_CACHE,
+    DRAFT_RECORDS,
+    DRAFT_WEIGHTS,
+    GRAPHS,
     LATENTS,
+    MEGA,
     PREFILLING,
     SAMPLING_BYTES,
     SNAPSHOTS,
     STATES,
     WEIGHTS,
-    Plan,
-    longest_context,
     make_plan,
     nbytes_of,
-    verdict,
 )
 from nanok3.runner import DTYPES, Runner
+from nanok3.spec.config import draft_config
+from nanok3.spec.draft_weights import build_draft
 from nanok3.step import allocate_buffers, without_parts
 from nanok3.weight_table import Filler, table
-from nanok3.workspaces import allocate, decode_spaces
+from nanok3.workspaces import SMS, allocate, decode_spaces
 
 GPU = EngineConfig(device="cuda", dtype="bfloat16")
 
@@ -83,15 +93,19 @@ def test_a_plan_is_what_a_rank_allocates(size: int) -> None:
         assert chosen.nbytes[STATES] == nbytes_of((cache.conv_state, cache.state))
         assert chosen.nbytes[LATENTS] == cache.latent.nbytes
         assert chosen.nbytes[BUFFERS] == nbytes_of(without_parts(buffers).values())
-    assert DECODING not in on_cpu.nbytes and PREFILLING not in on_cpu.nbytes
+    gpu_only = (DECODING, MEGA, GRAPHS, PREFILLING)
+    assert not any(kind in on_cpu.nbytes for kind in gpu_only) and on_cpu.reserve == 0
+    assert on_gpu.reserve == SPARE_BYTES
+    assert on_gpu.needed_bytes == on_gpu.total_bytes + SPARE_BYTES
     second = allocate_buffers(CONFIG, 2, 2, dtype, "cpu", shard)
     memory = StateMemory(7, settings.block_size, second.logits)
     state, v = memory.state, CONFIG.vocab_size
     small = (memory._device, state.step.logit_rows, state.finite, state.result)
     spaces = allocate(decode_spaces(CONFIG, shard, 2), "cpu").values()
-    in_all = nbytes_of((*small, state.counts, state.prompt_seen, *spaces))
+    in_all = nbytes_of((*small, state.counts, state.prompt_seen))
     in_all += nbytes_of(without_parts(second).values()) + SAMPLING_BYTES * 2 * v
-    assert on_gpu.nbytes[DECODING] == in_all
+    assert on_gpu.nbytes[GRAPHS] == in_all
+    assert on_gpu.nbytes[DECODING] == nbytes_of(spaces)
 
 
 def test_snapshots_are_counted() -> None:
@@ -118,7 +132,7 @@ def test_k3_by_kind(size: int) -> None:
     assert {kind: chosen.nbytes[kind] for kind in WEIGHTS} == right
     slot = 69 * (96 // size * 128 * 128 * 4 + 3 * 3 * 12288 // size * 2)
     assert chosen.nbytes[STATES] == (8 + 1) * slot
-    assert chosen.nbytes[SNAPSHOTS] == 4 * slot
+    assert chosen.nbytes[SNAPSHOTS] == GPU.num_snapshots * slot
     assert chosen.nbytes[LATENTS] == (8 * 4096 + 64) * 27_648
 
 
@@ -133,89 +147,80 @@ def test_k3_as_published() -> None:
     assert nbytes["embedding and head"] + nbytes["norms"] == 2 * (tables_and_last + norms)
 
 
-def settings_of(context: int, requests: int) -> EngineConfig:
-    base = replace(GPU, max_num_reqs=requests)
-    return replace(base, num_blocks=base.blocks_for(context), max_context=context)
+# ---- the persistent kernel ----
 
 
-def k3_plan(size: int, context: int) -> Plan:
-    return make_plan(K3, Shard(0, size), settings_of(context, 8))
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_persistent_kernel_is_counted(size: int) -> None:
+    """Both of its workspaces: of steps of one row, and of more."""
+    shard = Shard(0, size)
+    one, more = (sizes_of(K3, shard, rows, SMS, 64).work_bytes for rows in (1, 8))
+    beside = SYNC_BYTES + 8 * 32 * 94
+
+    def counted(**changes: Any) -> int:
+        return make_plan(K3, shard, replace(GPU, **changes)).nbytes[MEGA]
+
+    assert counted() == counted(ops="mega") == counted(max_num_reqs=64) == one + more + beside
+    assert counted(max_num_reqs=1) == counted(strict=True) == one + beside
+    assert counted(ops="chain") == 0
+    assert 12e6 < sizes_of(K3, Shard(0, 16), 8, 132, 64).work_bytes + 5_000_000 < 17e6
 
 
-def test_the_context_that_is_advised_is_the_longest_that_fits() -> None:
-    memory = 141_000_000_000
-    asked = k3_plan(16, 1_048_576)
-    assert asked.total_bytes > memory
-    longest = longest_context(asked, memory)
-    assert f"use --context {longest}" in verdict(K3, asked, memory)
-    assert k3_plan(16, longest).total_bytes <= memory < k3_plan(16, longest + 64).total_bytes
+def test_a_model_that_the_persistent_kernel_refuses_has_no_workspace() -> None:
+    assert make_plan(replace(CONFIG, num_experts=1056), WHOLE, GPU).nbytes[MEGA] == 0
 
 
-def test_verdicts() -> None:
-    memory = 141_000_000_000
-    on_8 = k3_plan(8, 32768)
-    said = verdict(K3, on_8, memory)
-    assert said.startswith("does not fit by ") and said.endswith("use 16 GPUs")
-    assert f"{(on_8.total_bytes - memory) / 1e9:.1f} GB" in said
-    on_16 = k3_plan(16, 32768)
-    assert verdict(K3, on_16, on_16.total_bytes) == "fits with 0.0 GB to spare on each GPU"
-    assert "does not fit" in verdict(K3, on_16, on_16.total_bytes - 1)
-    nothing = verdict(K3, on_8, 24_000_000_000)
-    assert nothing.endswith(f"use GPUs with {on_8.total_bytes / 1e9:.1f} GB")
-    both = verdict(K3, k3_plan(16, 262_144), memory)
-    assert "use 32 GPUs or --context" in both
+def test_the_persistent_kernel_allocates_that_much() -> None:
+    pytest.importorskip("cutlass")
+    from nanok3.kernels.mega.launch import sync_of, work_of
+    from nanok3.kernels.mega.sizes import Sizes
+
+    class Program:
+        def __init__(self, sizes: Sizes) -> None:
+            self.sizes = sizes
+
+    sizes = [sizes_of(K3, Shard(0, 16), rows, SMS, 64) for rows in (1, 8)]
+    work: list[Any] = [work_of(Program(each), "meta") for each in sizes]  # type: ignore[arg-type]
+    held = nbytes_of([*work, sync_of("meta")]) + 94 * ENTRIES * 8
+    assert make_plan(K3, Shard(0, 16), GPU).nbytes[MEGA] == held
 
 
-def test_a_model_without_latents_is_not_helped_by_a_shorter_context() -> None:
-    linear = CONFIG.linear_attn_config
-    linear = replace(linear, kda_layers=tuple(range(1, 8)), full_attn_layers=())
-    config = replace(CONFIG, linear_attn_config=linear)
-    chosen = make_plan(config, WHOLE, GPU)
-    assert chosen.nbytes[LATENTS] == longest_context(chosen, 1000) == 0
-    assert "use GPUs with" in verdict(config, chosen, 1000)
+# ---- drafts ----
 
 
-# ---- the command ----
+@pytest.mark.parametrize("raw", [tiny_inferact(), tiny_redhat()], ids=["inferact", "redhat"])
+@pytest.mark.parametrize("changes", [{}, {"num_drafts": 3, "num_blocks": 9, "max_num_reqs": 3}])
+def test_a_draft_is_what_the_engine_allocates(raw: dict[str, Any], changes: Any) -> None:
+    """All that lives once a runner is made, whoever holds it."""
+    settings = replace(EngineConfig(prefill_chunk=10, block_size=16, max_num_reqs=2), **changes)
+    draft, weights = draft_config(raw), tiny_weights(TINY, 0, torch.float32)
+    fields = random_draft_fields(draft, seed=1)
+    drafts = draft, build_draft(draft, fields.__getitem__, weights.embed, weights.lm_head)
+    chosen = make_plan(TINY, WHOLE, settings, draft)
+    assert chosen.nbytes[DRAFT_WEIGHTS] == nbytes_of(fields.values())
+    with LiveBytes() as live:
+        runner = Runner(TINY, weights, settings, drafts)
+        gc.collect()
+    assert runner.manager.snapshots == []
+    later = chosen.nbytes[SNAPSHOTS] + chosen.weight_bytes + chosen.nbytes[DRAFT_WEIGHTS]
+    assert live.now == chosen.total_bytes - later
+    without = make_plan(TINY, WHOLE, replace(settings, num_drafts=0), draft)
+    assert without.total_bytes == make_plan(TINY, WHOLE, settings).total_bytes
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = cli.run(["plan", *arguments])
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
-
-
-def test_eight_gpus_cannot_hold_k3_and_sixteen_can(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "--model", "k3", "--gpus", "8")
-    assert code == 0 and not err and "does not fit by" in out.splitlines()[-1]
-    code, out, err = run(capsys, "--model", "k3", "--gpus", "16", "--gpu-memory", "141GB")
-    assert code == 0 and not err and out.splitlines()[-1].startswith("fits with ")
-    assert "90,403,504,128 B" in out
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--model", "k3", "--gpus", "16", "--context", "4096", "--requests", "2")
-    code, out, _ = run(capsys, *arguments, "--gpu-memory", "139.5GiB", "--json")
-    report = json.loads(out)
-    assert code == 0 and out.count("\n") == 1
-    chosen = make_plan(K3, Shard(0, 16), settings_of(4096, 2))
-    assert report["bytes_a_gpu"] == chosen.nbytes and report["fits"] is True
-    assert report["total_bytes_a_gpu"] == chosen.total_bytes
-    assert report["gpu_memory_bytes"] == 149_786_984_448
-    assert (report["gpus"], report["context"], report["requests"]) == (16, 4096, 2)
-
-
-def test_the_packaged_model_and_what_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(capsys)
-    assert code == 0 and out.startswith("k3_mini, GPUs: 1, requests: 8 of 8192 tokens")
-    code, out, err = run(capsys, "--gpus", "8")
-    assert code == 2 and not out and "moe_intermediate_size: expected a multiple of 256" in err
-    assert run(capsys, "--gpus", "3")[0] == 2
-    code, _, err = run(capsys, "--gpu-memory", "lots")
-    assert code == 2 and "a size such as 141GB" in err
-    code, _, err = run(capsys, "--context", "8193")
-    assert code == 2 and "max_context" in err
-    code, _, err = run(capsys, "--model", str(tmp_path))
-    assert code == 3 and "config.json" in err
+def test_the_published_drafts() -> None:
+    """Their weights as published, but for the embedding that Inferact's file repeats; caches of a
+    token and layer as their shapes say."""
+    settings, plain = settings_for(32768, 8), make_plan(K3, Shard(0, 16), settings_for(32768, 8))
+    tokens = (plain.num_blocks + 1) * 64
+    for raw, weights, row in ((INFERACT, 4_775_815_682, 576), (REDHAT, 9_489_800_962, 2048)):
+        chosen = make_plan(K3, Shard(0, 16), settings, draft_config(raw))
+        assert chosen.nbytes[DRAFT_WEIGHTS] == weights
+        assert chosen.nbytes[DRAFT_CACHE] == tokens * 5 * row * 2
+        num_rows = 1 + draft_config(raw).block_size
+        assert chosen.nbytes[DRAFT_RECORDS] == 69 * 9 * num_rows * 6 * 128 * (3 * 2 + 3 * 4)
+        assert chosen.nbytes[DRAFT_BUFFERS] > 0
+        assert chosen.nbytes[BUFFERS] == plain.nbytes[BUFFERS] + 256 * 5 * 7168 * 2
+        taken = sum(n for kind, n in chosen.nbytes.items() if kind not in plain.nbytes)
+        assert chosen.cache_bytes == plain.cache_bytes + chosen.nbytes[DRAFT_CACHE]
+        assert chosen.total_bytes == plain.total_bytes + taken + 256 * 5 * 7168 * 2

@@ -163,7 +163,7 @@ def test_identity_sees_config_and_headers_but_no_values(model: Path, tmp_path: P
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (lambda r: r.update(schema=2), "has schema 2, and this nanok3 reads 1"),
+        (lambda r: r.update(schema=1), "has schema 1, and this nanok3 reads 2"),
         (lambda r: r.pop("schema"), "is no record"),
         (lambda r: r.pop("gaps"), "expected an object with schema, run"),
         (lambda r: r.update(more=1), "expected an object with schema, run"),
