@@ -5,7 +5,8 @@ MLA layers keep one row of `kv_lora_rank + qk_rope_head_dim` values a token, in 
 request, in a slot. Block 0 and slot 0 are trash: padding writes there and nobody reads it.
 
 A `Snapshot` is everything that a request had cached at one position, all or nothing: its blocks
-and a copy of its KDA state. Knows nothing of the model, of text or of scheduling.
+and a copy of its KDA state. It is found by what it holds: by the keys of its pages (`reuse.py`),
+and then by its ids. Knows nothing of the model, of text or of scheduling.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nanok3.config import WHOLE, ModelConfig, Shard
+from nanok3.reuse import page_keys
 
 TRASH = 0
 
@@ -65,6 +67,11 @@ class Pool:
         return len(self._free)
 
     @property
+    def free(self) -> list[int]:
+        """A copy."""
+        return list(self._free)
+
+    @property
     def size(self) -> int:
         """How many numbers there are to give."""
         return len(self._holders) - 1
@@ -106,14 +113,16 @@ class Pool:
         assert sorted(self._free) == unheld, "what is free and what is unheld differ"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
     """A request's caches after `token_ids`, to go on from."""
 
     token_ids: tuple[int, ...]
+    keys: list[int]  # of its full pages
     blocks: list[int]  # held; the last one may be part full
     conv_state: Tensor  # [KDA layers, taps - 1, channels]
     state: Tensor  # [KDA layers, H, Dk, Dv]
+    maker: int | None  # slot of who made it, while no row of logits has vouched for it
 
 
 class CacheManager:
@@ -144,8 +153,11 @@ class CacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def admit(self, token_ids: list[int], max_tokens: int) -> tuple[int, list[int], int] | None:
-        """Room for a request of at most `max_tokens` tokens that begins with `token_ids`.
+    def admit(
+        self, token_ids: list[int], max_tokens: int, keys: list[int] | None = None
+    ) -> tuple[int, list[int], int] | None:
+        """Room for a request of at most `max_tokens` tokens that begins with `token_ids`, whose
+        pages have these keys.
 
         Returns (slot, blocks, how many of the tokens are cached already), or None while there is
         no room. Reuses the longest snapshot that is a proper prefix; drops old snapshots for room,
@@ -153,7 +165,7 @@ class CacheManager:
         """
         if not self.slots.num_free:
             return None
-        found, shared = self._longest_prefix(token_ids), 0
+        found, shared = self._longest_prefix(token_ids, keys), 0
         needed = self.blocks_for(max_tokens)
         if found is not None:
             shared = len(found.token_ids) // self.block_size
@@ -168,18 +180,42 @@ class CacheManager:
         if found is None:
             self._clear(slot)
             return slot, fresh, 0
-        self._touch(found)
         blocks = found.blocks[:shared]
         self.blocks.hold(blocks)
-        cached = len(found.token_ids)
-        part = cached - shared * self.block_size
+        blocks += fresh
+        self._restore(found, slot, blocks)
+        return slot, blocks, len(found.token_ids)
+
+    def advance(
+        self, token_ids: list[int], keys: list[int], slot: int, blocks: list[int], cached: int
+    ) -> int:
+        """Takes a request that still computes its prompt on to the longest snapshot there is by
+        now, if that is further: exchanges its first `blocks`. Returns how many ids are cached."""
+        found = self._longest_prefix(token_ids, keys)
+        if found is None or len(found.token_ids) <= cached:
+            return cached
+        shared = len(found.token_ids) // self.block_size
+        own, blocks[:shared] = blocks[:shared], found.blocks[:shared]
+        self.blocks.hold(blocks[:shared])
+        freed = self.blocks.release(own)
+        if self.poison:
+            self._poison(freed)
+        self._restore(found, slot, blocks)
+        return len(found.token_ids)
+
+    def _restore(self, found: Snapshot, slot: int, blocks: list[int]) -> None:
+        """`blocks` begin with the full ones of the snapshot, and go on with the request's own."""
+        self._touch(found)
+        shared, part = divmod(len(found.token_ids), self.block_size)
         if part:  # rows of a part-full block are copied: two requests may go on from here
-            self._copy_rows(found.blocks[shared], fresh[0], part)
+            self._copy_rows(found.blocks[shared], blocks[shared], part)
         self.cache.conv_state[:, slot] = found.conv_state
         self.cache.state[:, slot] = found.state
-        return slot, blocks + fresh, cached
 
     def release(self, slot: int, blocks: list[int]) -> None:
+        """Takes back what a request has; what it kept and nobody vouched for goes too."""
+        for snapshot in [s for s in self.snapshots if s.maker == slot]:
+            self.drop(snapshot)
         self.slots.release([slot])
         freed = self.blocks.release(blocks)
         if self.poison:
@@ -187,8 +223,11 @@ class CacheManager:
             self.cache.state[:, slot] = float("nan")
             self._poison(freed)
 
-    def snapshot(self, token_ids: list[int], slot: int, blocks: list[int]) -> None:
-        """Keep what a request has cached, exactly `token_ids`; the oldest snapshot makes room."""
+    def snapshot(
+        self, token_ids: list[int], slot: int, blocks: list[int], vouched: bool = True
+    ) -> None:
+        """Keep what a request has cached, exactly `token_ids`; the oldest snapshot makes room.
+        Where it is not vouched for, nobody goes on from it before `vouch`."""
         ids = tuple(token_ids)
         if not ids or self.max_snapshots == 0 or any(s.token_ids == ids for s in self.snapshots):
             return
@@ -200,7 +239,14 @@ class CacheManager:
             self.cache.conv_state[:, slot].clone(),
             self.cache.state[:, slot].clone(),
         )
-        self.snapshots.append(Snapshot(ids, used, conv_state, state))
+        maker, keys = None if vouched else slot, page_keys(ids, self.block_size)
+        self.snapshots.append(Snapshot(ids, keys, used, conv_state, state, maker))
+
+    def vouch(self, slot: int) -> None:
+        """What the request in this slot kept so far has led to a finite row of logits."""
+        for snapshot in self.snapshots:
+            if snapshot.maker == slot:
+                snapshot.maker = None
 
     def drop(self, snapshot: Snapshot) -> None:
         self.snapshots = [s for s in self.snapshots if s is not snapshot]
@@ -216,15 +262,30 @@ class CacheManager:
 
     def audit(self, requests: list[tuple[int, list[int]]]) -> None:
         """Debug: every slot and block belongs to these requests (slot, blocks) or to a snapshot as
-        the pools say, and trash to nobody."""
+        the pools say, trash to nobody, and nobody wrote to what is free."""
         self.slots.audit(Counter(slot for slot, _ in requests))
         owners = [blocks for _, blocks in requests] + [s.blocks for s in self.snapshots]
         self.blocks.audit(Counter(block for blocks in owners for block in blocks))
+        if not self.poison:
+            return
+        free = self.slots.free
+        for tensor in (self.cache.conv_state, self.cache.state):
+            assert tensor[:, free].isnan().all(), "a slot was written that nobody owns"
+        for tensor in self._paged:
+            pages = tensor.unflatten(1, (-1, self.block_size))
+            assert pages[:, self.blocks.free].isnan().all(), "a block was written that is nobody's"
 
-    def _longest_prefix(self, token_ids: list[int]) -> Snapshot | None:
+    def _longest_prefix(self, token_ids: list[int], keys: list[int] | None) -> Snapshot | None:
         """Of the snapshots that leave at least one token to compute, the longest that agrees."""
-        proper = (s for s in self.snapshots if len(s.token_ids) < len(token_ids))
-        agreeing = [s for s in proper if _begins(token_ids, s)]
+        keys = page_keys(token_ids, self.block_size) if keys is None else keys
+        agreeing = [
+            s
+            for s in self.snapshots
+            if s.maker is None
+            and len(s.token_ids) < len(token_ids)
+            and s.keys[-1:] == keys[len(s.keys) - 1 : len(s.keys)]
+            and _begins(token_ids, s)  # equal keys prove nothing
+        ]
         return max(agreeing, key=lambda s: len(s.token_ids), default=None)
 
     def _has_room(self, needed: int, keep: Snapshot | None) -> bool:

@@ -235,7 +235,7 @@ class EngineConfig:
     num_blocks: int | None = None  # KV-cache blocks; None: 4096 tokens for each of max_num_reqs
     max_context: int | None = None  # tokens of prompt and reply; None: what the blocks can hold
     prefill_chunk: int = 256  # prompt tokens of a request in one step, at most
-    num_snapshots: int = 4  # finished prompts and replies kept to go on from
+    num_snapshots: int = 16  # beginnings of prompts, prompts and replies kept to go on from
     gpus: int = 1  # ranks that share the model: processes, on a CPU too
     num_drafts: int | None = None  # of a draft model, a step; None: as many as it has rows for
     acceptance: str = "block"  # of drafts: "block" or "standard"

@@ -94,6 +94,7 @@ class Request:
         self.grammar = grammar  # what the next id may be; None = anything
         self.num_cached = 0  # of `ids`, in the caches
         self.num_reused = 0  # of those, from a snapshot
+        self.page_keys: list[int] | None = None  # of its prompt, once it is looked at (reuse.py)
         self.in_flight = False  # a pass has begun, and `num_cached` does not say what it did
         self.slot: int | None = None
         self.blocks: list[int] = []
@@ -132,10 +133,10 @@ class Request:
     def take(self, token: int) -> None:
         """The next id of the output. Ends the request if it is the last one."""
         self.ids.append(token)
-        if self.grammar is not None:
-            self.grammar.take(token)
         met_stop_id = token in self.stop_ids
         try:
+            if self.grammar is not None:
+                self.grammar.take(token)
             met_stop_text = token not in self._silent_ids and self._emit(self._read(token))
         except Exception as error:  # one request's text must not end the others
             self.finish("error", describe(error))

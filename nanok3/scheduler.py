@@ -11,6 +11,9 @@ step must do no harm:
   otherwise, and the snapshot says so.
 
 Before a request's slot and blocks go back, all queued steps are read (`_drain`).
+
+A prompt leaves snapshots at its marks (`reuse.py`) and at its end, and a request one at the end of
+its reply. Nobody goes on from what a prompt left before a finite row of logits has vouched for it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from collections import deque
 
 from nanok3.cache import TRASH, CacheManager
 from nanok3.loop import Drawn
-from nanok3.request import Request
+from nanok3.request import Request, describe
+from nanok3.reuse import marks, page_keys
 from nanok3.runner import Runner
 
 
@@ -32,6 +36,8 @@ class Scheduler:
         self._runner = runner
         self._loop = runner.loop
         self._manager: CacheManager = runner.manager
+        self._prefilling: Request | None = None  # whose prompt has begun, one at a time
+        self._marks: set[int] = set()  # of that prompt
 
     def step(self) -> None:
         """Admit, run one chunk of one prompt, one decode step of every request that decodes."""
@@ -44,10 +50,7 @@ class Scheduler:
             self._manager.audit([(r.slot or TRASH, r.blocks) for r in self.running])
         prefilling = next((r for r in self.running if r.num_pending > 1), None)
         if prefilling is not None:
-            count = min(prefilling.num_pending - 1, self._runner.settings.prefill_chunk)
-            self._runner.prefill(prefilling, count, with_logits=False)
-            if prefilling.num_pending == 1:
-                self._keep(prefilling)
+            self._prefill(prefilling)
         self._decode()
 
     def cancel(self, request: Request) -> None:
@@ -65,13 +68,70 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting:
             request = self.waiting[0]
-            taken = self._manager.admit(request.ids, request.num_prompt + request.max_tokens)
+            most = request.num_prompt + request.max_tokens
+            taken = self._manager.admit(request.ids, most, self._keys(request))
             if taken is None:
                 assert self.running, "submit refuses what an empty cache cannot hold"
                 return
             request.slot, request.blocks, request.num_cached = taken
             request.num_reused = request.num_cached
             self.running.append(self.waiting.popleft())
+
+    def _prefill(self, request: Request) -> None:
+        """A chunk of its prompt, in pieces that end at marks."""
+        left = self._runner.settings.prefill_chunk
+        if request is not self._prefilling:
+            self._prefilling, self._marks = request, self._marks_of(request)
+        while left and request.num_pending > 1 and not request.done:
+            self._catch_up_with_others(request)
+            done = request.num_cached
+            ahead = [place - done for place in self._marks if place > done]
+            count = min([request.num_pending - 1, left, *ahead])
+            if count:
+                self._compute(request, count)
+                left -= count
+            if request.done:
+                return
+            if request.num_pending == 1 or request.num_cached in self._marks:
+                self._keep(request, vouched=False)
+
+    def _catch_up_with_others(self, request: Request) -> None:
+        """Takes over what others have computed of its prompt since it came."""
+        assert request.slot is not None
+        before = request.num_cached
+        request.num_cached = self._manager.advance(
+            request.ids, self._keys(request), request.slot, request.blocks, before
+        )
+        request.num_reused += request.num_cached - before
+
+    def _compute(self, request: Request, count: int) -> None:
+        """Ids of a prompt. What goes wrong here ends this request and no other."""
+        try:
+            self._runner.prefill(request, count, with_logits=False)
+        except Exception as error:
+            if self._runner.settings.gpus > 1:  # the other ranks have not failed
+                raise
+            request.finish("error", describe(error))
+            self._retire_done()
+
+    def _marks_of(self, request: Request) -> set[int]:
+        settings = self._runner.settings
+        beside = [self._keys(r) for r in (*self.waiting, *self.running) if r is not request]
+        return marks(
+            self._keys(request),
+            request.num_prompt,
+            request.num_cached,
+            beside + [s.keys for s in self._manager.snapshots],
+            block_size=settings.block_size,
+            chunk=settings.prefill_chunk,
+            most=settings.num_snapshots // 2,
+        )
+
+    def _keys(self, request: Request) -> list[int]:
+        if request.page_keys is None:
+            prompt = request.ids[: request.num_prompt]
+            request.page_keys = page_keys(prompt, self._runner.settings.block_size)
+        return request.page_keys
 
     def _decode(self) -> None:
         """Queues a step, and hands out what was drawn by all but the steps that may stay queued."""
@@ -118,6 +178,8 @@ class Scheduler:
                 request.finish("error", "the model's logits are not finite")
                 self._manager.forget(request.ids)
                 continue
+            if request.num_output == 0 and request.slot is not None:
+                self._manager.vouch(request.slot)
             if not request.done:
                 _take(request, drawn)
             request.in_flight = False
@@ -129,15 +191,16 @@ class Scheduler:
             # Only what a finite row of logits has vouched for: not the half of a prompt.
             vouched = not request.in_flight and request.num_pending <= 1
             if request.finish_reason != "error" and vouched:
-                self._keep(request)
+                self._keep(request, vouched=True)
             assert request.slot is not None
             self._manager.release(request.slot, request.blocks)
             request.slot, request.blocks = None, []
 
-    def _keep(self, request: Request) -> None:
+    def _keep(self, request: Request, vouched: bool) -> None:
         """A snapshot to go on from, of exactly what is cached."""
         assert request.slot is not None
-        self._manager.snapshot(request.ids[: request.num_cached], request.slot, request.blocks)
+        ids = request.ids[: request.num_cached]
+        self._manager.snapshot(ids, request.slot, request.blocks, vouched)
 
 
 def _take(request: Request, drawn: Drawn) -> None:

@@ -6,7 +6,9 @@ import pytest
 import tiny
 import torch
 
+from nanok3 import cache as cache_module
 from nanok3.cache import TRASH, CacheManager, Pool, allocate_cache
+from nanok3.reuse import page_keys
 
 BLOCK = 4
 
@@ -278,3 +280,99 @@ def test_forget_drops_what_the_ids_begin_with() -> None:
     m.forget([1, 2, 3, 4, 5, 6])
     assert [s.token_ids for s in m.snapshots] == [(1, 9), (1, 2, 3, 4, 5, 6, 7)]
     m.audit([])
+
+
+# ---- what a prompt leaves while it is computed ----
+
+
+def test_a_key_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys collide: ids alone decide."""
+    monkeypatch.setattr(cache_module, "page_keys", lambda ids, size: [7] * (len(ids) // size))
+    m = manager(num_blocks=30)
+    for ids in ([1] * 9, [2] * 9, [1] * 4 + [3] * 4):
+        produce(m, ids)
+    for prompt, expected in (
+        ([2] * 10, 9),
+        ([1] * 10, 9),
+        ([1] * 4 + [3] * 5, 8),
+        ([1] * 4 + [2] * 6, 0),
+        ([3] * 10, 0),
+    ):
+        slot, blocks, cached = m.admit(prompt, 12) or pytest.fail("there is room")
+        assert cached == expected, prompt
+        if cached:
+            check_holds(m, slot, blocks, prompt[:cached])
+        m.release(slot, blocks)
+
+
+def test_a_key_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are compared where keys agree, and nowhere else."""
+    compared = []
+    begins = cache_module._begins
+    monkeypatch.setattr(
+        cache_module, "_begins", lambda ids, s: compared.append(s.token_ids) or begins(ids, s)
+    )
+    m = manager(num_blocks=30)
+    for first in range(4):
+        produce(m, [first] * 9)
+    slot, _, cached = m.admit([2] * 10, 12) or pytest.fail("there is room")
+    assert (cached, compared) == (9, [(2,) * 9])
+    assert slot
+
+
+def test_nobody_goes_on_from_what_is_not_vouched_for() -> None:
+    m = manager(num_blocks=20)
+    ids = list(range(9))
+    slot, blocks, _ = m.admit(ids, 12) or pytest.fail("there is room")
+    write(m, slot, blocks, ids[:8])
+    m.snapshot(ids[:8], slot, blocks, vouched=False)
+    other, other_blocks, cached = m.admit(ids, 12) or pytest.fail("there is room")
+    assert cached == 0
+    m.vouch(other)  # which is not the maker
+    assert m.advance(ids, page_keys(ids, 4), other, other_blocks, 0) == 0
+    m.vouch(slot)
+    assert m.advance(ids, page_keys(ids, 4), other, other_blocks, 0) == 8
+    check_holds(m, other, other_blocks, ids[:8])
+    m.snapshot(ids, other, other_blocks, vouched=False)
+    m.audit([(slot, blocks), (other, other_blocks)])
+    m.release(other, other_blocks)  # takes with it what it was not vouched for
+    assert [s.token_ids for s in m.snapshots] == [tuple(ids[:8])]
+    m.audit([(slot, blocks)])
+
+
+@pytest.mark.parametrize("own", [0, 1, 4, 6])
+@pytest.mark.parametrize("length", [3, 4, 7, 8, 9])
+def test_a_prompt_goes_on_from_a_snapshot_that_came_later(own: int, length: int) -> None:
+    m = manager(num_blocks=20)
+    ids = list(range(12))
+    slot, blocks, _ = m.admit(ids, 16) or pytest.fail("there is room")
+    write(m, slot, blocks, ids[:own])
+    produce(m, ids[:length])
+    kept = m.snapshots[-1]
+    reached = m.advance(ids, page_keys(ids, 4), slot, blocks, own)
+    assert reached == max(own, length) and len(blocks) == 4
+    check_holds(m, slot, blocks, ids[:reached])
+    m.audit([(slot, blocks)])
+    if length > own:
+        full = length // 4
+        assert blocks[:full] == kept.blocks[:full]
+        assert not set(blocks[full:]) & set(kept.blocks)
+        # Its next rows disturb nobody.
+        write(m, slot, blocks, [*ids[:reached], 90, 91], reached)
+        other, other_blocks, cached = m.admit(ids, 12) or pytest.fail("there is room")
+        assert cached == length
+        check_holds(m, other, other_blocks, ids[:length])
+
+
+@pytest.mark.parametrize("place", ["slot", "state", "block"])
+def test_audit_finds_a_write_to_what_nobody_owns(place: str) -> None:
+    m = manager(poison=True)
+    produce(m, [1, 2, 3, 4, 5])
+    m.audit([])
+    if place == "block":
+        m.cache.latent[0, m.rows_of(m.blocks.free[0]).start + 1, 0] = 1.0
+    else:
+        tensor = m.cache.state if place == "state" else m.cache.conv_state
+        tensor[0, m.slots.free[0]].view(-1)[3] = 0.0
+    with pytest.raises(AssertionError, match="was written"):
+        m.audit([])

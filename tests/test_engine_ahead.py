@@ -200,7 +200,7 @@ def test_more_stop_ids_than_a_graph_has_room_for() -> None:
     jobs = [job(PROMPT, sampled(5, stop_token_ids=tuple(range(s, 512, 5)))) for s in (0, 1, 2)]
     expected = [solo(j) for j in jobs]
     assert {r.finish_reason for r, _ in expected} == {"stop"}
-    engine = ahead()
+    engine = ahead(num_snapshots=0)
     assert follow(engine, [submit(engine, j) for j in jobs]) == expected
     check_released(engine)
 

@@ -277,7 +277,7 @@ def test_logits_while_others_run() -> None:
     right = make_engine().logits(ids)
     jobs = [job(ids_of(n), sampled(n, 8)) for n in (3, 12)]
     expected = [solo(j) for j in jobs]
-    engine = make_engine(max_num_reqs=2, num_blocks=9, prefill_chunk=2)
+    engine = make_engine(max_num_reqs=2, num_blocks=9, prefill_chunk=2, num_snapshots=0)
     requests = [submit(engine, j) for j in jobs]
     check_equal(engine.logits(ids), right)  # nobody has been admitted yet
     engine.step()
@@ -286,7 +286,7 @@ def test_logits_while_others_run() -> None:
     assert follow(engine, requests) == expected
     check_equal(engine.logits(ids), right)
     check_released(engine)
-    engine = make_engine(max_num_reqs=3, prefill_chunk=2)
+    engine = make_engine(max_num_reqs=3, prefill_chunk=2, num_snapshots=0)
     requests = [submit(engine, j) for j in jobs]
     for _ in range(5):
         engine.step()

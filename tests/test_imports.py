@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weight_table": {"config", "checkpoint", "reference"},
     "weights": {"config", "reference"},
     "random_weights": {"config", "weight_table", "reference"},
-    "cache": {"config"},
+    "reuse": set(),
+    "cache": {"config", "reuse"},
     "step": {"config", "reference"},
     "ops": {"reference", "kernels", "comm"},
     "model": {"config", "weights", "cache", "step", "ops", "reference"},
@@ -92,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec"),
     },
     "spec_loop": {"config", "loop", "request", "sampling", "uniform", "spec"},
-    "scheduler": {"cache", "loop", "request", "runner"},
+    "scheduler": {"cache", "loop", "request", "reuse", "runner"},
     "engine": {
         *("config", "checkpoint", "device", "plan", "progress", "cache", "runner", "scheduler"),
         *("weight_table", "weights", "packing"),

@@ -92,8 +92,10 @@ def busy_life(engine: Engine) -> list[Request]:
         response_format={"type": "json_object"},
     )
     json_only.gaps = []
-    requests = [free, *others, early, stop, seeded, json_only]
+    alike = [engine.submit([*ids_of(25, 7), 300 + i, *ids_of(9, i)], greedy(3)) for i in range(4)]
+    requests = [free, *others, early, stop, seeded, json_only, *alike]
     engine.run(requests)
+    assert [r.num_reused for r in alike] == [0, 24, 24, 24]  # different prompts, one beginning
     return requests
 
 
@@ -113,6 +115,10 @@ def test_followers_do_what_rank_0_does(tmp_path: Path) -> None:
         assert [f.result(20) for f in followers] == [None]
         assert caches_of(engines[0]) == caches_of(engines[1]) == caches_of(alone)
         check_equal(engines[0]._manager.cache.latent, engines[1]._manager.cache.latent)
+        # Each has kept the states of its own heads (pitfall E-09).
+        kept = zip(*(e._manager.snapshots for e in (alone, *engines)), strict=True)
+        for whole, *parts in kept:
+            check_close(torch.cat([part.state for part in parts], 1), whole.state, 1e-10)
 
 
 def test_logits_and_what_is_refused(tmp_path: Path) -> None:
