@@ -62,7 +62,9 @@ class TokenTable:
         """What makes this no grammar, or nothing."""
         error = self._matcher.validate_grammar(self._matcher.grammar_from_lark(lark), self.tokens)
         if not error or error.startswith("WARNING"):
-            return ""
+            first = self.matcher(lark)
+            begins = any(first.compute_logit_bias()) and not first.is_error()
+            return "" if begins else "it allows no value"
         text = re.split(r"\n\s*\d+ \|", error)[0]  # what follows shows the grammar
         return " ".join(re.sub(r"^.*failed to compile JSON schema: ", "", text).split())
 
@@ -101,7 +103,11 @@ class Grammar:
             return None
         if self._thinking:
             return self._table.thinking
-        allowed = self._matcher.compute_logit_bias().translate(_TO_BOOL)  # a byte for each id
+        try:
+            allowed = self._matcher.compute_logit_bias().translate(_TO_BOOL)  # a byte for each id
+        except Exception as error:  # it must not end the step that other requests are in
+            self._give_up(str(error))
+            return None
         if self._matcher.is_error() or 1 not in allowed:
             self._give_up()
             return None
@@ -114,8 +120,11 @@ class Grammar:
         if self._thinking and token != self._table.close:
             return
         self._thinking = False
-        if not self._matcher.consume_token(token):
-            self._give_up()
+        try:
+            if not self._matcher.consume_token(token):
+                self._give_up()
+        except Exception as error:
+            self._give_up(str(error))
 
     def copy(self) -> Grammar:
         """The same state, independent of this one."""
@@ -140,8 +149,9 @@ class Grammar:
             ahead.take(drafts[i])
         return rows
 
-    def _give_up(self) -> None:
-        reason = " ".join(self._matcher.get_error().split()) or "no id is left"
+    def _give_up(self, reason: str | None = None) -> None:
+        reason = self._matcher.get_error() if reason is None else reason
+        reason = " ".join(reason.split()) or "no id is left"
         self.warning = f"the form of the reply was not enforced to its end: {reason[:200]}"
 
 

@@ -14,10 +14,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_NUMBER = 2**63 - 1  # of a shape or an offset; no file is longer
+MAX_DIMENSIONS = 32  # so that no product of a damaged shape takes long
 
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -43,8 +46,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
             file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             header_bytes = int.from_bytes(prefix, "little")
-            too_long = len(prefix) == 8 and header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8)
-            raw = b"" if too_long else file.read(header_bytes)
+            too_long = header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8)
+            raw = b"" if too_long or len(prefix) < 8 else file.read(header_bytes)
     except OSError as error:
         return {}, [f"{path.name}: the file cannot be read: {error.strerror}"]
     again = "download it again"
@@ -71,7 +74,9 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         tensor = parse_entry(entry, start)
         if tensor is None:
             expected = "a dtype, a shape and data_offsets [begin, end]"
-            problems.append(f"{path.name}: {name}: expected {expected}, found {str(entry)[:80]}")
+            problems.append(
+                f"{path.name}: {name}: expected {expected}, found {reprlib.repr(entry)}"
+            )
             continue
         tensors[name] = tensor
         width = DTYPE_BYTES.get(tensor.dtype)
@@ -90,10 +95,10 @@ def parse_entry(entry: Any, start: int) -> StoredTensor | None:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         return None
-    if not isinstance(dtype, str) or not isinstance(shape, list):
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         return None
     for number in (begin, end, *shape):
-        if type(number) is not int or number < 0:
+        if type(number) is not int or not 0 <= number <= MAX_NUMBER:
             return None
     return StoredTensor(dtype, tuple(shape), start + begin, start + end) if begin <= end else None
 

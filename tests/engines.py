@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from drafts import draft_weights
 from tiny import TINY, tiny_weights
@@ -162,3 +163,17 @@ def steps(engine: Engine, requests: Sequence[Request]) -> Iterator[int]:
         number += 1
         assert number < 10_000, "no progress"
         yield number
+
+
+def count_ends(monkeypatch: pytest.MonkeyPatch) -> dict[Request, int]:
+    """How often each request goes from running to done."""
+    ends: dict[Request, int] = {}
+    finish = Request.finish
+
+    def counted(self: Request, reason: str, error: str | None = None) -> None:
+        was_done = self.done
+        finish(self, reason, error)
+        ends[self] = ends.get(self, 0) + (not was_done)
+
+    monkeypatch.setattr(Request, "finish", counted)
+    return ends

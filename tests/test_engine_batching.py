@@ -11,7 +11,6 @@ from compare import check_close, check_equal
 from engines import (
     BLOCK,
     Job,
-    check_invariants,
     check_released,
     follow,
     greedy,
@@ -23,7 +22,7 @@ from engines import (
     submit,
 )
 
-from nanok3.engine import Engine, RequestError
+from nanok3.engine import RequestError
 from nanok3.reply import Event
 from nanok3.request import Request, Result
 from nanok3.sampling import SamplingParams
@@ -302,75 +301,3 @@ def test_logits_of_as_many_ids_as_there_is_room_for() -> None:
     with pytest.raises(RequestError, match="13 tokens, but there is room for 12"):
         engine.logits(ids_of(13))
     check_released(engine)
-
-
-# ---- everything at random ----
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_fuzz(runs_ahead: bool) -> None:
-    """Arrivals, cancels, foreign logits and tiny pools at random: nothing leaks, and every reply is
-    its solo run's, whole or up to where it was cancelled (pitfall E-12)."""
-    known: dict[tuple[tuple[int, ...], SamplingParams], Result] = {}
-    chooser = random.Random(1)
-    num_reused = 0
-    for reqs, blocks, snapshots, chunk in (
-        (1, 6, 1, 3),
-        (2, 24, 4, 1),
-        (4, 9, 4, 16),
-        (4, 40, 2, 3),
-        (3, 8, 0, 16),
-        (3, 13, 8, 1),
-    ):
-        engine = make_engine(
-            runs_ahead=runs_ahead,
-            max_num_reqs=reqs,
-            num_blocks=blocks,
-            num_snapshots=snapshots,
-            prefill_chunk=chunk,
-        )
-        requests: list[Request] = []
-        for _ in range(70):
-            fuzz_once(engine, requests, chooser)
-            check_invariants(engine)
-        follow(engine, requests)
-        for request in requests:
-            check_reply(request, known)
-            num_reused += request.num_reused
-        check_released(engine)
-    assert num_reused > 60, f"{num_reused} ids reused: the fuzz should meet snapshots"
-
-
-def fuzz_once(engine: Engine, requests: list[Request], chooser: random.Random) -> None:
-    action = chooser.random()
-    if action < 0.15:
-        length = chooser.choice([1, 3, 4, 5, 8, 9, 12])
-        prompt = [*ids_of(length), *ids_of(chooser.choice([0, 0, 1, 4]), seed=1)]
-        if chooser.random() < 0.6 and requests:  # go on from an earlier one
-            prompt = [*chooser.choice(requests).ids, 9][:18]
-        requests.append(engine.submit(prompt, sampled(chooser.randrange(2), 5)))
-    elif action < 0.2 and requests:
-        engine.cancel(chooser.choice(requests))
-    elif action < 0.23:
-        try:
-            engine.logits(ids_of(chooser.randrange(1, 20)))
-        except RequestError as error:
-            assert "no room" in str(error)
-    else:
-        engine.step()
-
-
-def check_reply(
-    request: Request, known: dict[tuple[tuple[int, ...], SamplingParams], Result]
-) -> None:
-    result = request.result()
-    prompt = request.ids[: request.num_prompt]
-    params = sampled(request.params.seed or 0, 5)
-    key = (tuple(prompt), params)
-    if key not in known:
-        known[key] = solo(job(prompt, params))[0]
-    right = known[key].token_ids
-    if result.finish_reason == "cancelled":
-        assert result.token_ids == right[: len(result.token_ids)]
-    else:
-        assert result.token_ids == right and result.finish_reason == known[key].finish_reason

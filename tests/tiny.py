@@ -170,3 +170,7 @@ def make_checkpoint(path: Path, config: ModelConfig, seed: int) -> Path:
     index = {"metadata": {"total_size": sizes}, "weight_map": files}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return path
+
+
+# One of each kind of layer, for tests that run very many rows.
+SMALLEST = tiny_config(num_hidden_layers=3, full_attn_layers=(3,), kda_layers=(1, 2))
