@@ -197,17 +197,20 @@ def test_a_prompt_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- with a draft ----
 
 
-def test_rows_of_a_draft_come_with_a_shared_beginning() -> None:
-    """What the draft has cached of it is what it would have computed, so it proposes the same."""
+@pytest.mark.parametrize("tail, reused", [(None, 6 * BLOCK), ([7, 8, 9], 6 * BLOCK + 3)])
+def test_rows_of_a_draft_come_with_a_shared_beginning(tail: list[int] | None, reused: int) -> None:
+    """What the draft has cached of it is what it would have computed, so it proposes the same.
+    Of whole pages, and of a page that is part full."""
     settings: dict[str, Any] = {"draft": tiny_redhat(), "break_even": 0.0, "readable": True}
     engine = make_engine(**settings)
     first = engine.generate(question(1), greedy(9))
     assert first.usage.cached_tokens == 0
-    request = engine.submit(question(2, 9), greedy(9))
+    prompt = question(2, 9) if tail is None else [*question(1), *tail]
+    request = engine.submit(prompt, greedy(9))
     engine.step()
-    assert request.num_reused == 6 * BLOCK
+    assert request.num_reused == reused
     fresh = make_engine(**settings, num_snapshots=0)
-    twin = fresh.submit(question(2, 9), greedy(9))
+    twin = fresh.submit(prompt, greedy(9))
     while twin.num_output == 0:
         fresh.step()
     while not request.done:
@@ -217,7 +220,7 @@ def test_rows_of_a_draft_come_with_a_shared_beginning() -> None:
         assert request.ids == twin.ids
         engine.step()
         fresh.step()
-    alone = solo(job(question(2, 9), greedy(9)), readable=True)[0]
+    alone = solo(job(prompt, greedy(9)), readable=True)[0]
     assert request.result().token_ids == twin.result().token_ids == alone.token_ids
     check_released(engine)
 

@@ -6,26 +6,30 @@ none takes long; what is read of a header lies in the file as its own arithmetic
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import check_released, make_engine
 from fuzzing import BIG, bounded, mutated, to_json, torn
+from tiny import SMALLEST
 
-from nanok3.batch import Overrides, _submit
-from nanok3.batch_lines import LineReader, error_record
+from nanok3.batch import Overrides, _submit, run_batch
+from nanok3.batch_lines import LineReader, error_record, failed, names, read_lines
 from nanok3.checkpoint import Checkpoint, CheckpointError
 from nanok3.engine import RequestError
 from nanok3.safetensors_header import DTYPE_BYTES, read_header
 
 NUM_HEADERS = NUM_LINES = 10_000
 NUM_CHATS = 700
+NUM_BATCH = 240
 SLOWEST_S = 2.0  # of one input, of this process
 PEAK_BYTES = 8 * 2**20
 
@@ -254,6 +258,29 @@ def test_conversations_are_taken_or_refused() -> None:
                 check_memory()
     check_released(engine)
     assert num_taken > 80 and num_refused > 150 and num_run > 2
+
+
+def test_a_batch_of_them_has_a_record_for_every_line(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    chooser, raw_lines = random.Random(4), []
+    for i in range(NUM_BATCH):
+        value: Any = {**chooser.choice(LINES), "custom_id": str(i)}
+        raw = to_json(mutated(value, chooser) if i % 4 else value)
+        raw_lines.append(torn(raw, chooser) if i % 4 == 3 else raw)
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(raw_lines))
+    engine = make_engine(
+        config=SMALLEST, strict=False, prefill_chunk=512, num_blocks=1000, max_context=900
+    )
+    few = Overrides(sampling={"max_tokens": 2, "min_tokens": 0})
+    source, target = str(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    counts = run_batch(engine, source, str(target), model="tiny", overrides=few)
+    lines = list(read_lines(io.BytesIO((tmp_path / "in.jsonl").read_bytes())))
+    records = [json.loads(line) for line in target.read_bytes().split(b"\n")[:-1]]
+    assert all(names(record, line) for record, line in zip(records, lines, strict=True))
+    codes = Counter(r["error"]["code"] if failed(r) else "done" for r in records)
+    assert counts.failed == sum(failed(r) for r in records)
+    assert set(codes) <= {"done", "bad_line", "refused"} and min(codes.values()) > 15, codes
+    check_released(engine)
 
 
 def test_the_bound_on_memory_sees_what_is_held() -> None:
