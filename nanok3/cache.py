@@ -191,12 +191,13 @@ class CacheManager:
     ) -> int:
         """Takes a request that still computes its prompt on to the longest snapshot there is by
         now, if that is further: exchanges its first `blocks`. Returns how many ids are cached."""
-        found = self._longest_prefix(token_ids, keys)
-        if found is None or len(found.token_ids) <= cached:
+        found = self._longest_prefix(token_ids, keys, cached)
+        if found is None:
             return cached
         shared = len(found.token_ids) // self.block_size
-        own, blocks[:shared] = blocks[:shared], found.blocks[:shared]
-        self.blocks.hold(blocks[:shared])
+        own = blocks[:shared]
+        self.blocks.hold(found.blocks[:shared])  # first: an interruption may leak, not more
+        blocks[:shared] = found.blocks[:shared]
         freed = self.blocks.release(own)
         if self.poison:
             self._poison(freed)
@@ -275,14 +276,17 @@ class CacheManager:
             pages = tensor.unflatten(1, (-1, self.block_size))
             assert pages[:, self.blocks.free].isnan().all(), "a block was written that is nobody's"
 
-    def _longest_prefix(self, token_ids: list[int], keys: list[int] | None) -> Snapshot | None:
-        """Of the snapshots that leave at least one token to compute, the longest that agrees."""
+    def _longest_prefix(
+        self, token_ids: list[int], keys: list[int] | None, beyond: int = 0
+    ) -> Snapshot | None:
+        """Of the snapshots that leave at least one token to compute, the longest that agrees, if
+        it is longer than `beyond`."""
         keys = page_keys(token_ids, self.block_size) if keys is None else keys
         agreeing = [
             s
             for s in self.snapshots
             if s.maker is None
-            and len(s.token_ids) < len(token_ids)
+            and beyond < len(s.token_ids) < len(token_ids)
             and s.keys[-1:] == keys[len(s.keys) - 1 : len(s.keys)]
             and _begins(token_ids, s)  # equal keys prove nothing
         ]

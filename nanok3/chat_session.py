@@ -138,15 +138,16 @@ class ChatSession:
         if not name:
             note("nanok3: /save needs the name of a file")
             return
-        path = Path(name).expanduser()
+        path = Path(name)
         text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
         try:
-            file = path.open("x", encoding="utf-8")
+            path = path.expanduser()
+            file = path.open("x", encoding="utf-8", errors="backslashreplace")
         except FileExistsError:
             note(f"nanok3: {path} exists; name another file")
             return
-        except OSError as error:
-            note(f"nanok3: {path} cannot be written: {error.strerror}")
+        except (OSError, RuntimeError, ValueError) as error:  # no such home; a NUL in the name
+            note(f"nanok3: {path} cannot be written: {getattr(error, 'strerror', error)}")
             return
         try:
             with file:

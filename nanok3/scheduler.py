@@ -82,15 +82,15 @@ class Scheduler:
         left = self._runner.settings.prefill_chunk
         if request is not self._prefilling:
             self._prefilling, self._marks = request, self._marks_of(request)
-        while left and request.num_pending > 1 and not request.done:
+        while left and request.num_pending > 1:
             self._catch_up_with_others(request)
-            done = request.num_cached
-            ahead = [place - done for place in self._marks if place > done]
+            begin = request.num_cached
+            ahead = [place - begin for place in self._marks if place > begin]
             count = min([request.num_pending - 1, left, *ahead])
             if count:
                 self._compute(request, count)
                 left -= count
-            if request.done:
+            if request.done:  # it failed
                 return
             if request.num_pending == 1 or request.num_cached in self._marks:
                 self._keep(request, vouched=False)
@@ -98,11 +98,13 @@ class Scheduler:
     def _catch_up_with_others(self, request: Request) -> None:
         """Takes over what others have computed of its prompt since it came."""
         assert request.slot is not None
-        before = request.num_cached
+        before, keys = request.num_cached, self._keys(request)
+        request.in_flight = True  # should it be interrupted half way
         request.num_cached = self._manager.advance(
-            request.ids, self._keys(request), request.slot, request.blocks, before
+            request.ids, keys, request.slot, request.blocks, before
         )
         request.num_reused += request.num_cached - before
+        request.in_flight = False
 
     def _compute(self, request: Request, count: int) -> None:
         """Ids of a prompt. What goes wrong here ends this request and no other."""

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,14 +19,17 @@ from typing import Any
 
 import pytest
 from engines import check_released, make_engine
-from fuzzing import BIG, bounded, mutated, to_json, torn
+from fuzzing import BIG, STRINGS, bounded, mutated, to_json, torn
 from tiny import SMALLEST
 
 from nanok3.batch import Overrides, _submit, run_batch
 from nanok3.batch_lines import LineReader, error_record, failed, names, read_lines
+from nanok3.chat_session import ChatSession
 from nanok3.checkpoint import Checkpoint, CheckpointError
+from nanok3.console import TextError
 from nanok3.engine import RequestError
 from nanok3.safetensors_header import DTYPE_BYTES, read_header
+from nanok3.sampling import SamplingParams
 
 NUM_HEADERS = NUM_LINES = 10_000
 NUM_CHATS = 700
@@ -258,6 +262,42 @@ def test_conversations_are_taken_or_refused() -> None:
                 check_memory()
     check_released(engine)
     assert num_taken > 80 and num_refused > 150 and num_run > 2
+
+
+def test_what_is_typed_into_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and commands of any kind: answered, noted or refused, and the next line is served."""
+    monkeypatch.chdir(tmp_path)
+    notes = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")  # as Python's own
+    monkeypatch.setattr(sys, "stderr", notes)
+    chooser = random.Random(5)
+    engine = make_engine(config=SMALLEST, strict=False, prefill_chunk=512, num_blocks=300)
+    chat = ChatSession(engine, SamplingParams(seed=1, max_tokens=2), thinking=False, effort="low")
+    commands = [
+        "/reset",
+        "/help",
+        "/save",
+        "/save a",
+        "/save ~nobody/a",
+        "/save \0",
+        "/",
+        "/\ud800",
+    ]
+    num_refused = 0
+    for _ in range(150):
+        line = "".join(chooser.choice(STRINGS) for _ in range(chooser.randrange(4)))
+        if chooser.random() < 0.3:
+            line = chooser.choice(commands) + chooser.choice(["", "", "/b", "\ud800", "x" * 300])
+        try:
+            chat.take(line)
+        except (RequestError, TextError):
+            num_refused += 1
+            chat.take("/reset")
+    assert num_refused > 5 and engine.num_unfinished == 0
+    chat.take("hi")
+    assert chat.messages[-2:][0] == {"role": "user", "content": "hi"}
+    notes.seek(0)
+    assert "cannot be written" in notes.read()
+    check_released(engine)
 
 
 def test_a_batch_of_them_has_a_record_for_every_line(tmp_path: Path) -> None:

@@ -188,3 +188,38 @@ def test_a_poisoned_request_touches_no_other(
     engine.run([again])
     assert same(again.result(), alone(victim_number, with_draft))
     check_released(engine)
+
+
+EXTREMES: dict[str, list[Any]] = {
+    "temperature": [5e-324, 1.7e308],
+    "top_p": [5e-324],
+    "top_k": [1, 513, 2**31 - 1],
+    "min_p": [1.0, 5e-324],
+    "seed": [-(2**63), 2**63 - 1],
+    "presence_penalty": [-2, 2],
+    "repetition_penalty": [0.001, 1000],
+    "max_tokens": [1, 2**31 - 1],
+    "min_tokens": [3],
+    "stop_token_ids": [(0, 511, 512, 2**31 - 1), tuple(range(600))],
+    "stop": [("\ud800", "a" * 100_000), tuple(chr(i) for i in range(32, 2000))],
+    "logprobs": [0, 513, 2**31 - 1],
+}
+
+
+def test_options_at_their_ends_are_nobody_elses_matter() -> None:
+    """What may be asked for is served, whatever it is, in one batch; its company never notices."""
+    engine = make_engine(config=SMALLEST, max_num_reqs=40, num_blocks=800, max_context=24)
+    odd = []
+    for name, values in EXTREMES.items():
+        for value in values:
+            params = SamplingParams(**{"seed": 1, "max_tokens": 3, name: value})
+            odd.append(engine.submit_ids([300, 1, 2], params, None))
+    company = [start(engine, i) for i in range(8)]
+    while not all(r.done for r in (*odd, *company)):
+        engine.step()
+        check_invariants(engine)
+    for request in odd:
+        assert request.finish_reason in ("length", "stop") and request.error is None
+    for i, request in enumerate(company):
+        assert same(request.result(), alone(i, False)), i
+    check_released(engine)
