@@ -11,6 +11,7 @@ from compare import check_equal
 from drafts import tiny_redhat
 from engines import (
     BLOCK,
+    Job,
     check_invariants,
     check_released,
     follow,
@@ -21,12 +22,24 @@ from engines import (
     solo,
     submit,
 )
+from tiny import SMALLEST
 
 from nanok3.engine import Engine
+from nanok3.reply import Event
+from nanok3.request import Result
 from nanok3.sampling import SamplingParams
 
+DRAFT = {**tiny_redhat(), "aux_hidden_state_layer_ids": [1, 2]}
 PARAMS = SamplingParams(seed=11, max_tokens=4, logprobs=2)
 SYSTEM = ids_of(6 * BLOCK + 1)  # ends one id behind a page
+
+
+def engine_of(**settings: Any) -> Engine:
+    return make_engine(config=SMALLEST, **settings)
+
+
+def alone(asked: Job, **settings: Any) -> tuple[Result, list[Event]]:
+    return solo(asked, config=SMALLEST, **settings)
 
 
 def question(seed: int, length: int = 2) -> list[int]:
@@ -39,14 +52,14 @@ def check_alone(engine: Engine, prompts: list[list[int]], reused: list[int]) -> 
     results = [result for result, _ in follow(engine, requests)]
     assert [r.usage.cached_tokens for r in results] == reused
     for prompt, result in zip(prompts, results, strict=True):
-        right = solo(job(prompt, PARAMS))[0]
+        right = alone(job(prompt, PARAMS))[0]
         assert result.token_ids == right.token_ids
         assert result.logprobs == right.logprobs  # bit for bit
 
 
 def test_two_prompts_with_one_beginning_share_it() -> None:
     """The second question reuses the last page of the first prompt that both have."""
-    engine = make_engine()
+    engine = engine_of()
     check_alone(engine, [question(1)], [0])
     check_alone(engine, [question(2)], [6 * BLOCK])
     check_released(engine)
@@ -54,7 +67,7 @@ def test_two_prompts_with_one_beginning_share_it() -> None:
 
 def test_a_long_tail_is_shared_from_where_two_have_parted() -> None:
     """A third prompt finds the very page; a second one a border of a chunk."""
-    engine = make_engine(prefill_chunk=4 * BLOCK + 1)
+    engine = engine_of(prefill_chunk=4 * BLOCK + 1)
     check_alone(engine, [question(1, 40)], [0])
     check_alone(engine, [question(2, 40)], [4 * BLOCK])
     check_alone(engine, [question(3, 40)], [6 * BLOCK])
@@ -64,7 +77,7 @@ def test_a_long_tail_is_shared_from_where_two_have_parted() -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_prompts_that_come_at_once_wait_for_what_the_first_computes(runs_ahead: bool) -> None:
-    engine = make_engine(runs_ahead=runs_ahead)
+    engine = engine_of(runs_ahead=runs_ahead)
     prompts = [question(n, 20) for n in range(4)]
     check_alone(engine, prompts, [0, *[6 * BLOCK] * 3])
     check_released(engine)
@@ -75,7 +88,7 @@ def test_reuse_is_monotone_whatever_the_lengths() -> None:
     is less than a page and the ids that differ."""
     reused = []
     for common in range(1, 5 * BLOCK + 2):
-        engine = make_engine(num_snapshots=4, prefill_chunk=64)
+        engine = engine_of(num_snapshots=4, prefill_chunk=64)
         beginning = ids_of(common)
         for tail in range(3):
             last = engine.generate([*beginning, 400 + tail], greedy(1))
@@ -89,10 +102,10 @@ def test_reuse_is_monotone_whatever_the_lengths() -> None:
 def test_a_snapshot_at_a_page_is_the_state_there(strict: bool) -> None:
     """States, windows and latents after a shared beginning are those of a request that ends
     there."""
-    engine = make_engine(strict=strict, dtype="float64", prefill_chunk=64)
+    engine = engine_of(strict=strict, dtype="float64", prefill_chunk=64)
     for tail in (1, 2):
         engine.generate(question(tail), greedy(1))
-    judge = make_engine(strict=strict, dtype="float64", prefill_chunk=1)
+    judge = engine_of(strict=strict, dtype="float64", prefill_chunk=1)
     judge.generate(SYSTEM, greedy(1))
     kept, right = (
         next(s for s in e._manager.snapshots if len(s.token_ids) == 6 * BLOCK)
@@ -108,7 +121,7 @@ def test_a_snapshot_at_a_page_is_the_state_there(strict: bool) -> None:
 
 
 def test_pages_of_a_shared_beginning_are_held_once() -> None:
-    engine = make_engine(num_blocks=24)
+    engine = engine_of(num_blocks=24)
     engine.generate(question(0), greedy(1))
     requests = [engine.submit(question(n), greedy(12)) for n in range(1, 4)]
     while any(r.num_output == 0 for r in requests):
@@ -125,7 +138,7 @@ def test_pages_of_a_shared_beginning_are_held_once() -> None:
 
 def test_what_is_used_stays_and_the_rest_goes() -> None:
     """The least recently used goes first, so a system prompt outlives what passes by."""
-    engine = make_engine(num_snapshots=8)
+    engine = engine_of(num_snapshots=8)
     engine.generate(question(1), greedy(1))
     for n in range(2, 12):
         assert engine.generate(question(n), greedy(1)).usage.cached_tokens == 6 * BLOCK
@@ -142,7 +155,7 @@ def test_what_is_used_stays_and_the_rest_goes() -> None:
 
 
 def test_a_prompt_that_was_cancelled_leaves_nothing() -> None:
-    engine = make_engine(prefill_chunk=BLOCK)
+    engine = engine_of(prefill_chunk=BLOCK)
     request = engine.submit(question(1), greedy(1))
     for _ in range(5):
         engine.step()
@@ -155,9 +168,9 @@ def test_a_prompt_that_was_cancelled_leaves_nothing() -> None:
 
 def test_a_beginning_that_went_wrong_is_nobodys() -> None:
     """NaN in one prompt's state, at every step of it: the other computes for itself."""
-    right = solo(job(question(2), PARAMS))[0]
+    right = alone(job(question(2), PARAMS))[0]
     for steps in range(1, 9):
-        engine = make_engine(prefill_chunk=BLOCK)
+        engine = engine_of(prefill_chunk=BLOCK)
         bad = engine.submit(question(1), PARAMS)
         for _ in range(steps):
             engine.step()
@@ -175,7 +188,7 @@ def test_a_beginning_that_went_wrong_is_nobodys() -> None:
 
 def test_a_prompt_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a piece of its own, behind a beginning that it shares."""
-    engine = make_engine(prefill_chunk=BLOCK)
+    engine = engine_of(prefill_chunk=BLOCK)
     prefill = engine._runner.prefill
 
     def failing(request: Any, count: int, with_logits: bool) -> Any:
@@ -190,7 +203,7 @@ def test_a_prompt_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
     assert results[1].error == "MemoryError: no memory for this one"
     for n in (0, 2):
-        assert results[n].token_ids == solo(job(question(n, 20), PARAMS))[0].token_ids
+        assert results[n].token_ids == alone(job(question(n, 20), PARAMS))[0].token_ids
     check_released(engine)
 
 
@@ -201,15 +214,15 @@ def test_a_prompt_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_of_a_draft_come_with_a_shared_beginning(tail: list[int] | None, reused: int) -> None:
     """What the draft has cached of it is what it would have computed, so it proposes the same.
     Of whole pages, and of a page that is part full."""
-    settings: dict[str, Any] = {"draft": tiny_redhat(), "break_even": 0.0, "readable": True}
-    engine = make_engine(**settings)
+    settings: dict[str, Any] = {"draft": DRAFT, "break_even": 0.0, "readable": True}
+    engine = engine_of(**settings)
     first = engine.generate(question(1), greedy(9))
     assert first.usage.cached_tokens == 0
     prompt = question(2, 9) if tail is None else [*question(1), *tail]
     request = engine.submit(prompt, greedy(9))
     engine.step()
     assert request.num_reused == reused
-    fresh = make_engine(**settings, num_snapshots=0)
+    fresh = engine_of(**settings, num_snapshots=0)
     twin = fresh.submit(prompt, greedy(9))
     while twin.num_output == 0:
         fresh.step()
@@ -220,8 +233,8 @@ def test_rows_of_a_draft_come_with_a_shared_beginning(tail: list[int] | None, re
         assert request.ids == twin.ids
         engine.step()
         fresh.step()
-    alone = solo(job(prompt, greedy(9)), readable=True)[0]
-    assert request.result().token_ids == twin.result().token_ids == alone.token_ids
+    right = alone(job(prompt, greedy(9)), readable=True)[0]
+    assert request.result().token_ids == twin.result().token_ids == right.token_ids
     check_released(engine)
 
 
@@ -234,14 +247,14 @@ def rows_of(engine: Engine, request: Any) -> list[torch.Tensor]:
 
 
 def test_a_conversation_of_many_shares_its_system_message() -> None:
-    engine = make_engine(readable=True, prefill_chunk=64, num_blocks=900)
+    engine = engine_of(readable=True, prefill_chunk=64, num_blocks=900)
     system = {"role": "system", "content": "You are a clerk. " * 8}
     talks = [[system, {"role": "user", "content": text}] for text in ("hi", "what?", "add 1 to 2")]
     jobs = [job(talk, greedy(4), thinking=False, thinking_effort=None) for talk in talks]
     requests = [submit(engine, j) for j in jobs]
     results = follow(engine, requests)
     for j, (result, events), n in zip(jobs, results, range(3), strict=True):
-        right, right_events = solo(j, readable=True, num_blocks=900)
+        right, right_events = alone(j, readable=True, num_blocks=900)
         assert (result.token_ids, events) == (right.token_ids, right_events)
         assert (result.usage.cached_tokens > 130) == (n > 0), result.usage
     check_released(engine)
