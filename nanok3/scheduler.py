@@ -81,6 +81,8 @@ class Scheduler:
         """A chunk of its prompt, in pieces that end at marks."""
         left = self._runner.settings.prefill_chunk
         if request is not self._prefilling:
+            if self._loop.num_queued:  # what is not read yet may vouch for what this one shares
+                self._drain()
             self._prefilling, self._marks = request, self._marks_of(request)
         while left and request.num_pending > 1:
             self._catch_up_with_others(request)

@@ -395,3 +395,19 @@ def test_strict_mode_computes_rows_one_by_one(ops: str) -> None:
     requests = [engine.submit(p, params) for p in prompts]
     engine.run(requests)
     assert [r.result() for r in requests] == alone
+
+
+def test_prompts_that_begin_alike_share_it_to_the_bit(ops: str) -> None:
+    """In strict mode; the first two pages of 64 are computed by the first prompt only."""
+    settings = EngineConfig(max_num_reqs=4, num_blocks=64, ops=ops, strict=True, debug=True)
+    shared = [int(i) for i in torch.randint(0, 200, (140,), generator=torch.Generator())]
+    prompts = [[*shared, 7 * n, *range(n, 9 + n)] for n in range(4)]
+    params = SamplingParams(seed=3, max_tokens=12, logprobs=2)
+    engine = Engine.load(MINI, device="cuda", settings=settings)
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    engine.run(requests)
+    assert [r.num_reused for r in requests] == [0, 128, 128, 128]
+    fresh = Engine.load(MINI, device="cuda", settings=replace(settings, num_snapshots=0))
+    for request, prompt in zip(requests, prompts, strict=True):
+        right, found = fresh.generate(prompt, params), request.result()
+        assert (found.token_ids, found.logprobs) == (right.token_ids, right.logprobs)

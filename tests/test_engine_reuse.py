@@ -76,9 +76,12 @@ def test_a_long_tail_is_shared_from_where_two_have_parted() -> None:
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_prompts_that_come_at_once_wait_for_what_the_first_computes(runs_ahead: bool) -> None:
-    engine = engine_of(runs_ahead=runs_ahead)
-    prompts = [question(n, 20) for n in range(4)]
+@pytest.mark.parametrize("length, chunk", [(20, 16), (7, 64)])
+def test_prompts_that_come_at_once_wait_for_what_the_first_computes(
+    runs_ahead: bool, length: int, chunk: int
+) -> None:
+    engine = engine_of(runs_ahead=runs_ahead, prefill_chunk=chunk)
+    prompts = [question(n, length) for n in range(4)]
     check_alone(engine, prompts, [0, *[6 * BLOCK] * 3])
     check_released(engine)
 
