@@ -22,7 +22,8 @@ from engines import check_released, make_engine
 from fuzzing import BIG, STRINGS, bounded, mutated, to_json, torn
 from tiny import SMALLEST
 
-from nanok3.batch import Overrides, _submit, run_batch
+from nanok3.batch import Overrides, run_batch
+from nanok3.batch_ask import submit
 from nanok3.batch_lines import LineReader, error_record, failed, names, read_lines
 from nanok3.chat_session import ChatSession
 from nanok3.checkpoint import Checkpoint, CheckpointError
@@ -245,7 +246,7 @@ def test_conversations_are_taken_or_refused() -> None:
             if line is None or line.ask is None:
                 continue
             try:
-                request = _submit(engine, line.ask, Overrides())
+                request = submit(engine, line.ask, Overrides())
             except RequestError as error:
                 num_refused += 1
                 str(error).encode("utf-8", "backslashreplace")
