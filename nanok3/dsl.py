@@ -333,9 +333,9 @@ def ld_acquire_u32(address):
     return asm("ld.acquire.gpu.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
 
 
-def ld_relaxed_u32(address):
-    """Relaxed, at GPU scope."""
-    return asm("ld.relaxed.gpu.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
+def ld_relaxed_u32(address, scope="gpu"):
+    """Relaxed, at GPU scope, or "sys" for what another device writes."""
+    return asm(f"ld.relaxed.{scope}.global.u32 $0,[$1];", "=r,l,~{memory}", (address,), Uint32)
 
 
 def ld_relaxed_u32x2(address):
@@ -359,9 +359,9 @@ def st_relaxed_u32x4(address, words):
     asm(code, "l,r,r,r,r,~{memory}", (address, *words))
 
 
-def st_relaxed_u32(address, word):
-    """Relaxed, at GPU scope."""
-    asm("st.relaxed.gpu.global.u32 [$0],$1;", "l,r,~{memory}", (address, word))
+def st_relaxed_u32(address, word, scope="gpu"):
+    """Relaxed, at GPU scope, or "sys" for what another device reads."""
+    asm(f"st.relaxed.{scope}.global.u32 [$0],$1;", "l,r,~{memory}", (address, word))
 
 
 def red_add_release(address, word):
@@ -388,6 +388,30 @@ def ld_shared_u8(address):
 def global_clock():
     """Nanoseconds, the same clock on all SMs."""
     return asm("mov.u64 $0,%globaltimer;", "=l,~{memory}", (), Int64)
+
+
+def ld_relaxed_word(address, scope):
+    """The low and the high half of a word of 64 bits, which is read whole."""
+    code = f"{{.reg .b64 a; ld.relaxed.{scope}.global.b64 a,[$2]; mov.b64 {{$0,$1}},a;}}"
+    return asm(code, "=r,=r,l,~{memory}", (address,), U2)
+
+
+def ld_relaxed_words(address, scope):
+    """Two words of 64 bits, each read whole: low and high half of each."""
+    code = (
+        f"{{.reg .b64 a,b; ld.relaxed.{scope}.global.v2.b64 {{a,b}},[$4]; "
+        "mov.b64 {$0,$1},a; mov.b64 {$2,$3},b;}"
+    )
+    return asm(code, "=r,=r,=r,=r,l,~{memory}", (address,), U4)
+
+
+def st_relaxed_words(address, first, second, tag, scope):
+    """Two words of 64 bits with the same high half, each written whole."""
+    code = (
+        f"{{.reg .b64 a,b; mov.b64 a,{{$1,$3}}; mov.b64 b,{{$2,$3}}; "
+        f"st.relaxed.{scope}.global.v2.b64 [$0],{{a,b}};}}"
+    )
+    asm(code, "l,r,r,r,~{memory}", (address, first, second, tag))
 
 
 # ---- device: small functions of several instructions ----

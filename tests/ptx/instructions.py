@@ -33,6 +33,7 @@ WAITS = (
     "mbarrier.try_wait",
     "ld.acquire",
     "ld.relaxed.gpu.global",
+    "ld.relaxed.sys.global",
 )
 
 Lanes = np.ndarray[Any, np.dtype[Any]]
@@ -193,7 +194,13 @@ def parse(program: Program, token: str, scopes: tuple[int, ...], near: str) -> S
     operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
     if name.startswith("bra") and not name.startswith("barrier"):
         return Statement(guard, name, (operands[0], str(scopes[-1])), text)
-    named = [scoped(o, scopes, program.names) for o in operands if o]
+    named = [
+        re.sub(r"[^{},\s]+", lambda m: scoped(m[0], scopes, program.names), o)
+        if o.startswith("{")
+        else scoped(o, scopes, program.names)
+        for o in operands
+        if o
+    ]
     return Statement(guard, name, tuple(named), text)
 
 
@@ -255,13 +262,13 @@ def effects(program: Program, s: Statement, mask: str) -> list[str]:
         return [put(o[0], program.read("0", "b64"))] if head == "createpolicy" else []
     if s.name.startswith("ld.param"):
         return [put(o[0], f"w.params[{int(o[1].rstrip(']').rpartition('_')[2])}]")]
-    if s.name.startswith(("ld.global", "ld.shared", "ld.relaxed.gpu.global")):
+    if s.name.startswith(("ld.global", "ld.shared")):
         names, size = registers(o[0]), int(kind[1:]) // 8
         space = "global" if "global" in parts else "shared"
         call = f"t = w.load_{space}({program.address(o[1])}, {len(names)}, {size}, {mask})"
         wide = ".astype('uint32')" if size == 1 else ""  # a byte is extended
         return [call, *(put(n, f"t[{i}]{wide}") for i, n in enumerate(names))]
-    if s.name.startswith(("st.global", "st.shared", "st.relaxed.gpu.global")):
+    if s.name.startswith(("st.global", "st.shared", "st.relaxed")):
         space = "global" if "global" in parts else "shared"
         space = "cluster" if "cluster" in s.name else space
         values = ", ".join(program.read(v, "b" + kind[1:]) for v in registers(o[1]))
@@ -405,6 +412,8 @@ def converted(program: Program, o: tuple[str, ...], to: str, kind: str) -> str:
 
     if kind in ("s8", "u8"):
         value = f"{program.read(o[1], 'b' + held(o[1])[3:])}.astype('{name(kind)}')"
+    elif o[1] in program.names and kind[1:] == "32" and held(o[1]) == "int64":  # its low half
+        value = f"{program.read(o[1], 'b64')}.astype('{np.dtype(arithmetic.TYPES[kind]).name}')"
     else:
         value = program.read(o[1], kind)
     if to in ("s8", "u8"):

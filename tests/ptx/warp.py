@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ptx.arithmetic import RANK_SHIFT
+from ptx.arithmetic import RANK_SHIFT, parts_of
 from ptx.instructions import Lanes, Program, Statement
 from ptx.memory import Fault, Global, Mbarrier, Shared, gathered, lanes_of, spread
 from ptx.races import IN_FLIGHT, By
@@ -303,12 +303,14 @@ class Warp:
         name, _, offset = s.operands[1].strip("[]").partition("+")
         at = self.value(name).astype(np.int64) + int(offset or 0)
         registers = s.operands[0].strip("{}").split(",")
-        loaded = self.load_global(at, len(registers), 4, None if active.all() else active)
+        size = int(s.name.rpartition(".")[2][1:]) // 8
+        loaded = self.load_global(at, len(registers), size, None if active.all() else active)
         for register, words in zip(registers, loaded, strict=True):
             index = self.cluster.program.names[register.strip()]
             self.registers[index] = np.where(active, words, self.registers[index])
+        halves = loaded if size == 4 else [h for words in loaded for h in parts_of(words, 2)]
         for i in lanes_of(active):
-            self.seen += [(int(at[i]) + 4 * k, int(words[i])) for k, words in enumerate(loaded)]
+            self.seen += [(int(at[i]) + 4 * k, int(half[i])) for k, half in enumerate(halves)]
         self.state = "look"
 
     def saw_news(self) -> bool:
