@@ -30,7 +30,7 @@ from nanok3.kernels.mega.launch import (
     sync_part,
     work_of,
 )
-from nanok3.kernels.mega.role import HEALTH, NEXT_SIGNAL, SYNC_SHIFT, WORDS
+from nanok3.kernels.mega.role import HEALTH, NEXT_SIGNAL, PEERS, SYNC_SHIFT, WORDS
 from nanok3.kernels.mega.sizes import PASS, Sizes
 from nanok3.mega_sizes import sizes_of
 from nanok3.step import Buffers, Step
@@ -227,14 +227,18 @@ class Mega:
         shard: Shard = WHOLE,
         whole: bool = True,
         layers: Sequence[int] | None = None,
+        together: bool = False,
+        share: int = 1,
         **options: Any,
     ) -> None:
-        """w: packed (`packing.py`); layers: their numbers in the model, all of them if
-        not given; options: of `Program`."""
+        """w: packed (`packing.py`); layers: their numbers in the model, all of them if not given;
+        together: one of the ranks of a `MegaRanks`; share: how many have equal parts of the GPU's
+        SMs; options: of `Program`."""
         self.config, self.weights, self.cache, self.shard = config, w, cache, shard
         self.numbers = list(range(len(w.layers)) if layers is None else layers)
         self._block_size, self._max_blocks = block_size, max_blocks
         self._whole, self._options = whole, options
+        self._together, self._share = together, share
         self._table, self._kept = table_of(config, w, cache, layers)
         self.sync = sync_of(str(self._table.device))
         self._spaces: list[Space] = []
@@ -244,7 +248,8 @@ class Mega:
     def _space(self, pass_rows: int) -> Space:
         device = self._table.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        sizes = sizes_of(self.config, self.shard, pass_rows, sms, self._block_size)
+        cut = pass_rows, sms // self._share, self._block_size, self._together
+        sizes = sizes_of(self.config, self.shard, *cut)
         program = program_of(self.config, sizes, self._whole, **self._options)
         place, work = int(pass_rows > 1), work_of(program, str(device))
         space = Space(program, place, work, stamps_of(program, str(device)))
@@ -267,6 +272,12 @@ class Mega:
     def run(self, step: Step, buf: Buffers) -> None:
         """One launch. Logits go to `buf.logits_part`; with layers only, `buf.delta` is read and
         left as the last layer's."""
+        space, arguments = self.prepared(step, buf)
+        sync = sync_part(self.sync, space.place)
+        launch_mega(space.program, space.work, sync, arguments, space.stamps)
+
+    def prepared(self, step: Step, buf: Buffers) -> tuple[Space, Arguments]:
+        """What a launch for this step takes."""
         tokens = len(step.input_ids)
         assert 1 <= tokens <= MAX_ROWS, f"{tokens} rows; the persistent kernel takes up to 8"
         assert step.block_table.shape[1] <= self._max_blocks and step.block_table.is_contiguous()
@@ -275,7 +286,7 @@ class Mega:
         self._last_rows = tokens
         if space.stamps is not None:
             space.stamps.zero_()
-        arguments = Arguments(
+        return space, Arguments(
             table=self._table,
             embed_table=self.weights.embed.table,
             input_ids=step.input_ids,
@@ -293,8 +304,6 @@ class Mega:
             num_layers=len(self.weights.layers),
             num_blocks=self.cache.latent.shape[1] // self._block_size,
         )
-        sync = sync_part(self.sync, space.place)
-        launch_mega(space.program, space.work, sync, arguments, space.stamps)
 
     # ---- waits that gave up ----
 
@@ -324,6 +333,13 @@ class Mega:
     def describe(self, program: Program, words: list[int]) -> str:
         """What the first words of the sync area say after a step with a wait that gave up."""
         op, cta, number, goal, seen = (w & MASK for w in words[HEALTH // 4 :][:5])
+        if op & PEERS:
+            return (
+                f"the persistent kernel gave up waiting: rank {self.shard.rank} of "
+                f"{self.shard.size}, CTA {cta}, op {program.op_names[(op & ~PEERS) - 1]}: words of "
+                f"rank {number} with tag {goal} expected, {seen} seen; this step's results are "
+                "dropped"
+            )
         if op & WORDS:
             return (
                 f"the persistent kernel gave up waiting: rank {self.shard.rank} of "

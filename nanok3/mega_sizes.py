@@ -13,12 +13,20 @@ from nanok3.workspaces import SMS
 SYNC_BYTES = 8384  # counters of two programs, `launch.sync_of`
 
 
-def sizes_of(config: ModelConfig, shard: Shard, pass_rows: int, sms: int, block_size: int) -> Sizes:
+def sizes_of(
+    config: ModelConfig,
+    shard: Shard,
+    pass_rows: int,
+    sms: int,
+    block_size: int,
+    together: bool = False,
+) -> Sizes:
+    """together: with its peers, the same for all of them; else of one rank alone."""
     c, kda = config, config.linear_attn_config
     dense = not all(c.is_moe(i) for i in range(c.num_hidden_layers))
 
     def first(width: int) -> int:
-        return shard.rank * shard.local(width)
+        return 0 if together else shard.rank * shard.local(width)
 
     return Sizes(
         sms=sms,
@@ -55,6 +63,7 @@ def sizes_of(config: ModelConfig, shard: Shard, pass_rows: int, sms: int, block_
         renormalize=c.moe_renormalize,
         scaling=c.routed_scaling_factor,
         softmax_scale=c.qk_head_dim**-0.5,
+        ranks=shard.size if together else 1,
     )
 
 

@@ -132,7 +132,10 @@ class Down(Frozen):
                 sums = [total[4 * side + j] for j in range(4)]
                 self.parts.put(r, partial + side * self.parts.tile_bytes, sums)
             r.bar()
-            self.finish(r, tile, cutlass.min(end - tile, SIDE), partial)
+            if const_expr(self.sizes.ranks > 1):
+                self.send(r, tile, cutlass.min(end - tile, SIDE), partial, r.tag_of["routed"])
+            else:
+                self.finish(r, tile, cutlass.min(end - tile, SIDE), partial)
             half = half ^ 1
 
     def stage(self, r, act, part):
@@ -222,3 +225,17 @@ class Down(Frozen):
             st_relaxed_u32(routed + Int64(index) * 4, word)
         else:
             st_global_u16(routed + Int64(index) * 2, pack_bf16(value, Float32(0.0)))
+
+    @cute.jit
+    def send(self, r, tile: Int32, tiles: Int32, partial: Int32, tag: Uint32):
+        """The same to all ranks: a thread 4 rows of Z for one of them."""
+        pieces = tiles * (self.rows * (TILE // 4))
+        for i in cutlass.range(r.tid, pieces * self.sizes.ranks, THREADS, unroll=1):
+            piece, to = i % pieces, i // pieces
+            row, token = piece % (TILE // 4) * 4, piece // (TILE // 4) % self.rows
+            side = piece // (TILE // 4 * self.rows)
+            if token < r.num_tokens:
+                at = partial + side * self.parts.tile_bytes
+                values = [unscaled(self.parts.total(at, token, row + k)) for k in range(4)]
+                column = (tile + side) * TILE + row
+                r.program.exchange.send_routed(r, to, token, column, values, tag)

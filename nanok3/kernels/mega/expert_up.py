@@ -3,8 +3,9 @@
     act[t, a] = situ(w1[e] @ z[t], w3[e] @ z[t]),  e = the row's expert a
 
 Shapes   z [T, Z] bf16: this rank's columns are sums of K slices of buffer "moe_in", the others lie
-         in `latent`. w1 | w3 packed by `pack_expert_up` -> act [T, A, F] bf16, times X_FACTOR, in
-         buffer "expert_act". Z and F are multiples of 32.
+         in `latent`; where ranks exchange, all are words (`exchange`). w1 | w3 packed by
+         `pack_expert_up` -> act [T, A, F] bf16, times X_FACTOR, in buffer "expert_act". Z and F are
+         multiples of 32.
 Bytes    1.0625 F Z for every expert of the step. TP16: 11.7 MB at T = 1, 80 MB with 110 experts.
 Cut      items (expert, tile of 8 gate and 8 up rows), an equal share of consecutive ones a CTA. The
          warps share an item's Z; their parts of z stay in registers over all items. An item is one
@@ -30,6 +31,7 @@ from nanok3.dsl import (
     st_global_u16,
     st_relaxed_u32,
     st_shared_u32,
+    st_shared_u32x2,
     tree,
 )
 from nanok3.kernels.mega.expert_parts import (
@@ -93,6 +95,30 @@ class Up(Frozen):
     def stage(self, r, z: Int32):
         """z [T, Z] to shared memory: 16 bytes at a time what others have made, values of our own
         (and of the pieces that these share). The caller waits for the cp.async."""
+        if const_expr(self.sizes.ranks > 1):
+            self.stage_sent(r, z, r.tag_of["moe"])
+        else:
+            self.stage_parts(r, z)
+
+    @cute.jit
+    def stage_sent(self, r, z: Int32, tag: Uint32):
+        """z as words of all ranks, 4 columns at a time."""
+        per_row = self.sizes.latent // 4
+        pieces = r.num_tokens * per_row
+        at_once = min(STAGE_PAIRS, -(-self.rows * per_row // THREADS))
+        for base in cutlass.range(0, pieces, at_once * THREADS, unroll=1):
+            mine = [
+                cutlass.min(base + j * THREADS + r.tid, pieces - 1) for j in range(at_once)
+            ]  # past the end, the last
+            places = [r.program.exchange.latent_at(r, i // per_row, i % per_row * 4) for i in mine]
+            addresses, sources = map(list, zip(*places, strict=True))
+            found = r.peer_words(addresses, sources, tag, name="all_gather of latent")
+            for j in cutlass.range_constexpr(at_once):
+                at = z + mine[j] // per_row * self.z_stride + mine[j] % per_row * 8
+                st_shared_u32x2(at, (found[4 * j], found[4 * j + 2]))
+
+    @cute.jit
+    def stage_parts(self, r, z: Int32):
         sizes, width = self.sizes, self.sizes.latent
         low = sizes.latent_first // PIECE * PIECE
         high = -(-(sizes.latent_first + sizes.latent_rows) // PIECE) * PIECE

@@ -5,7 +5,8 @@
 
 Bytes    1.59 F Z for every expert of the step. TP16: 17.5 MB at T = 1, 120 MB with 110 experts.
 Waits    the loader for the mbarrier `routed`, once; down for "expert_act".
-Signals  "expert_act" [T, A, F] bf16, "routed" [T, Z] bf16. Of one row both are words.
+Signals  "expert_act" [T, A, F] bf16, "routed" [T, Z] bf16. Of one row both are words. Where ranks
+         exchange, this rank's part of routed goes to all of them instead (`exchange`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nanok3.kernels.mega.sizes import Sizes
 class Experts(Frozen):
     def __init__(self, sizes: Sizes) -> None:
         self.up, self.down = Up(sizes), Down(sizes)
-        self.rows = sizes.pass_rows
+        self.rows, self.ranks = sizes.pass_rows, sizes.ranks
         # one row: z lies behind what `route` uses, and is staged while that waits for logits
         self.z = -(-Route(sizes).scratch_bytes // 128) * 128 if self.rows == 1 else 0
         self.scratch_bytes = max(self.z + self.up.scratch_bytes, self.down.scratch_bytes)
@@ -32,7 +33,8 @@ class Experts(Frozen):
         self.up.load(r)
         self.signal(r, "expert_act")
         self.down.load(r)
-        self.signal(r, "routed")
+        if self.ranks == 1:
+            self.signal(r, "routed")
 
     def signal(self, r, buffer):
         if not r.sizes.is_words(buffer):
@@ -61,5 +63,9 @@ class Experts(Frozen):
             r.bar()  # scratch and partial are free
         else:
             r.wait("expert_act")
-        self.down.compute(r)
-        self.signal(r, "routed")
+        if self.ranks == 1:
+            self.down.compute(r)
+            self.signal(r, "routed")
+        else:
+            r.new_tag("routed")
+            self.down.compute(r)

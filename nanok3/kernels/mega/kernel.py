@@ -7,6 +7,8 @@ one more warp passes on their signals.
     embedding or the caller's delta -> [attention sub-layer -> MLP sub-layer] x layers -> logits or
     the caller's delta
 
+Ranks    of several that run together each has SMs CTAs, and its arguments in a row of a table of
+         addresses (`ARGUMENTS`) in place of the parameters; on one GPU all run in one launch.
 Bytes    the layers' weights once, for up to 8 rows; `nanok3.count` says how many.
 Waits    an op waits for the signals, or the words, of the buffers that it reads (`role`, `ops`).
 Archs    sm_90a, sm_100a, sm_103a; sm_90a has run.
@@ -19,13 +21,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Constexpr, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from nanok3.dsl import compile_kernel, ld_relaxed_u32, st_relaxed_u32, st_shared_u32
+from nanok3.dsl import (
+    compile_kernel,
+    ld_global_i64,
+    ld_relaxed_u32,
+    st_relaxed_u32,
+    st_shared_u32,
+    st_shared_u32x2,
+)
 from nanok3.kernels.mega import fields
 from nanok3.kernels.mega.attn_res import AttnRes
+from nanok3.kernels.mega.exchange import Exchange
 from nanok3.kernels.mega.experts import Experts
 from nanok3.kernels.mega.kda import KDA
 from nanok3.kernels.mega.linear import Linear, partial_bytes, x_stride
@@ -52,6 +62,10 @@ ADDRESSES = (
     *("block_table", "state_slots", "streams", "delta", "router_logits", "latent", "topk_ids"),
     *("topk_weights", "logits", "stamps"),
 )
+# A row of the table of ranks that run together [ranks of the launch, ARGUMENTS] i64, which is what
+# `table` then is: the addresses, that of all ranks' mailboxes' addresses, the rank.
+ARGUMENTS = (*ADDRESSES, "peers", "rank")
+HELD = ("table", "work", "sync", "streams")  # of a rank's addresses, in registers
 NUMBERS = (
     "num_layers",
     "num_tokens",
@@ -97,10 +111,12 @@ class Program:
         with embedding and head, else layers only, from and to the caller's delta; stamps: with
         clocks of each op, for a trace; limit: looks after which a wait gives up."""
         self.sizes, self.texts, self.whole = sizes, texts, whole
+        self.launched = 1 if sizes.apart else sizes.ranks  # ranks of a launch
         self.stamps, self.limit = stamps, limit
         self.op_names: list[str] = []
         self.signals: dict[str, list[str]] = {}  # of each block, when traced: buffers in order
         self.attn_res = AttnRes(sizes)
+        self.exchange = Exchange(sizes)
         self.products = {name: Linear(sizes, p) for name, p in sizes.products.items()}
         self.units = units_of(sizes)
         own = sizes.own_tiles * sizes.pass_rows * TILE * 4
@@ -124,6 +140,9 @@ class Program:
                 up_stage if sizes.is_words("routed") else 0,
             ),
         }
+        if sizes.ranks > 1:
+            areas["arguments"] = 8 * len(ARGUMENTS)  # of this rank
+            areas["peers"] = 8 * sizes.ranks  # where all ranks' mailboxes are
         self.areas, at = {}, 0
         for name, size in areas.items():
             self.areas[name] = at
@@ -187,7 +206,7 @@ class Mega:
                 stream_stride,
             ),
         ).launch(
-            grid=(self.program.sizes.sms, 1, 1),
+            grid=(self.program.sizes.sms, self.program.launched, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             cooperative=True,
@@ -239,50 +258,26 @@ class Mega:
             st_shared_u32(areas + program.areas["stop"], Uint32(0))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        addresses = dict(
+            zip(
+                ADDRESSES,
+                (
+                    *(table, work, sync, embed_table, input_ids, positions, slot_mapping),
+                    *(block_table, state_slots, streams, delta, router_logits, latent),
+                    *(topk_ids, topk_weights, logits, stamps),
+                ),
+                strict=True,
+            )
+        )
+        if const_expr(program.sizes.ranks > 1):
+            addresses = self.arguments_of_rank(table, tid, areas)
         # written by CTA 0 of this launch only after it has heard of all others
-        first_signal = ld_relaxed_u32(sync + NEXT_SIGNAL)
-        first_tag = ld_relaxed_u32(sync + NEXT_TAG)
+        first_signal = ld_relaxed_u32(addresses["sync"] + NEXT_SIGNAL)
+        first_tag = ld_relaxed_u32(addresses["sync"] + NEXT_TAG)
+        numbers = (num_layers, num_tokens, num_reqs, max_blocks, num_blocks)
         env = {
-            **dict(
-                zip(
-                    ADDRESSES,
-                    (
-                        table,
-                        work,
-                        sync,
-                        embed_table,
-                        input_ids,
-                        positions,
-                        slot_mapping,
-                        block_table,
-                        state_slots,
-                        streams,
-                        delta,
-                        router_logits,
-                        latent,
-                        topk_ids,
-                        topk_weights,
-                        logits,
-                        stamps,
-                    ),
-                    strict=True,
-                )
-            ),
-            **dict(
-                zip(
-                    NUMBERS,
-                    (
-                        num_layers,
-                        num_tokens,
-                        num_reqs,
-                        max_blocks,
-                        num_blocks,
-                        logits_stride,
-                        stream_stride,
-                    ),
-                    strict=True,
-                )
-            ),
+            **addresses,
+            **dict(zip(NUMBERS, (*numbers, logits_stride, stream_stride), strict=True)),
             "barriers": barriers,
             "areas": areas,
             "ring": ring,
@@ -301,8 +296,30 @@ class Mega:
             self.run(role, num_layers)
             role.finish()
             if (role.cta == 0) & (tid == 0):
-                st_relaxed_u32(sync + NEXT_SIGNAL, role.block_signal[0])
-                st_relaxed_u32(sync + NEXT_TAG, role.block_tag[0])
+                st_relaxed_u32(role.sync + NEXT_SIGNAL, role.block_signal[0])
+                st_relaxed_u32(role.sync + NEXT_TAG, role.block_tag[0])
+
+    def arguments_of_rank(self, table, tid, areas):
+        """Those of a rank's arguments that are used all the time, by name. All of them go to shared
+        memory, from where `Role` takes the others, and so do the addresses of all mailboxes."""
+        _, index, _ = cute.arch.block_idx()
+        row = table + Int64(index) * (8 * len(ARGUMENTS))
+        place = {name: Int64(8 * i) for i, name in enumerate(ARGUMENTS)}
+        self.copy(row, tid, areas + self.program.areas["arguments"], len(ARGUMENTS))
+        peers = ld_global_i64(row + place["peers"])
+        self.copy(peers, tid, areas + self.program.areas["peers"], self.program.sizes.ranks)
+        cute.arch.sync_threads()
+        found = {name: ld_global_i64(row + place[name]) for name in HELD}
+        rank = Int32(ld_global_i64(row + place["rank"]))
+        return {**found, "rank": rank, "placed": ARGUMENTS}
+
+    @cute.jit
+    def copy(self, source: Int64, tid: Int32, to: Int32, count: Constexpr[int]):
+        """`count` numbers of 64 bits."""
+        if tid < count:
+            number = ld_global_i64(source + Int64(tid) * 8)
+            low, high = number & Int64(0xFFFFFFFF), (number >> 32) & Int64(0xFFFFFFFF)
+            st_shared_u32x2(to + tid * 8, (Uint32(low), Uint32(high)))
 
     @cute.jit
     def run(self, role, num_layers: Int32):

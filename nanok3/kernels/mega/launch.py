@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanok3.comm.words import Peers, Rows
 from nanok3.dsl import address, arch_of, launch
-from nanok3.kernels.mega.kernel import Program, compile_mega
+from nanok3.kernels.mega.kernel import ADDRESSES, ARGUMENTS, Program, compile_mega
 from nanok3.kernels.mega.role import MOST_EVENTS, NEXT_TAG, SYNC_BYTES, SYNC_SHIFT
 from nanok3.kernels.mega.sizes import MOST_STREAMS
 
@@ -73,21 +75,24 @@ def compiled(program: Program, arch: str) -> Any:
     return compile_mega(program, arch)
 
 
-def launch_mega(
-    program: Program, work: Tensor, sync: Tensor, a: Arguments, stamps: Tensor | None = None
-) -> None:
-    """On torch's current stream. A program's work and sync serve one launch at a time. stamps [SMs,
-    events, 4] i32: where a program with `stamps` leaves its clocks. Raises ValueError for a grid
-    that the GPU cannot run at once: its CTAs would wait for each other for ever."""
-    tokens, sizes = len(a.input_ids), program.sizes
-    num_reqs, max_blocks = a.block_table.shape
-    there = torch.cuda.get_device_properties(work.device).multi_processor_count
-    if sizes.sms > there:
+def refuse(program: Program, device: torch.device, ranks: int = 1) -> None:
+    """ValueError for a grid that the GPU cannot run at once: its CTAs would wait for each other for
+    ever."""
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    if program.sizes.sms * ranks > there:
+        of = f"{ranks} ranks of {program.sizes.sms}" if ranks > 1 else f"{program.sizes.sms}"
         raise ValueError(
-            f"the persistent kernel was made for {sizes.sms} SMs and this GPU has {there}; make it "
+            f"the persistent kernel was made for {of} SMs and this GPU has {there}; make it "
             "for the GPU that it runs on"
         )
-    assert 1 <= tokens <= sizes.pass_rows and tokens % num_reqs == 0
+
+
+def addresses_of(
+    program: Program, work: Tensor, sync: Tensor, a: Arguments, stamps: Tensor | None
+) -> list[int]:
+    """A rank's, in the order of ADDRESSES."""
+    tokens, sizes = len(a.input_ids), program.sizes
+    assert 1 <= tokens <= sizes.pass_rows and tokens % len(a.block_table) == 0
     assert (stamps is not None) == program.stamps
     assert work.nbytes >= sizes.work_bytes and sync.nbytes == SYNC_BYTES
     whole = (a.input_ids, a.positions, a.slot_mapping, a.block_table, a.state_slots, a.delta)
@@ -100,12 +105,62 @@ def launch_mega(
     assert a.router_logits.shape == (tokens, sizes.num_experts)
     assert a.router_logits.dtype == a.topk_weights.dtype == a.logits.dtype == torch.float32
     assert a.logits.shape == (tokens, sizes.vocab)
-    launch(
-        compiled(program, arch_of(work.device.index)),
+    return [
         *(address(t) for t in (a.table, work, sync, a.embed_table, a.input_ids, a.positions)),
         *(address(t) for t in (a.slot_mapping, a.block_table, a.state_slots, a.streams)),
         *(address(t) for t in (a.delta, a.router_logits, a.latent, a.topk_ids, a.topk_weights)),
         *(address(a.logits), 0 if stamps is None else address(stamps)),
-        *(a.num_layers, tokens, num_reqs, max_blocks, a.num_blocks, a.logits.stride(0)),
-        a.streams.stride(0),
-    )
+    ]
+
+
+def numbers_of(a: Arguments) -> tuple[int, ...]:
+    """In the order of NUMBERS."""
+    tokens, (num_reqs, max_blocks) = len(a.input_ids), a.block_table.shape
+    sizes = a.num_layers, tokens, num_reqs, max_blocks, a.num_blocks
+    return *sizes, a.logits.stride(0), a.streams.stride(0)
+
+
+def launch_mega(
+    program: Program, work: Tensor, sync: Tensor, a: Arguments, stamps: Tensor | None = None
+) -> None:
+    """On torch's current stream. A program's work and sync serve one launch at a time. stamps [SMs,
+    events, 4] i32: where a program with `stamps` leaves its clocks."""
+    refuse(program, work.device)
+    assert program.sizes.ranks == 1
+    given = addresses_of(program, work, sync, a, stamps)
+    launch(compiled(program, arch_of(work.device.index)), *given, *numbers_of(a))
+
+
+@dataclass(frozen=True)
+class RankSpace:
+    """What a rank of a launch writes to, besides its arguments."""
+
+    work: Tensor
+    sync: Tensor
+    stamps: Tensor | None
+    peers: Peers
+
+
+def launch_ranks(
+    program: Program,
+    spaces: Sequence[RankSpace],
+    arguments: Sequence[Arguments],
+    table_of: Callable[[Rows], Tensor],
+) -> None:
+    """All ranks of a launch, in their order: those of this GPU. table_of: see `device_tables`."""
+    sizes, device = program.sizes, spaces[0].work.device
+    refuse(program, device, program.launched)
+    assert len(spaces) == len(arguments) == program.launched > 0 and sizes.ranks > 1
+    rows, numbers = [], {numbers_of(a) for a in arguments}
+    assert len(numbers) == 1, "the ranks have steps of their own"
+    for space, a in zip(spaces, arguments, strict=True):
+        peers = space.peers
+        assert (
+            peers.size == sizes.ranks == len(peers.bases) and peers.mail.nbytes >= sizes.mail_bytes
+        )
+        given = addresses_of(program, space.work, space.sync, a, space.stamps)
+        rows.append((*given, address(peers.bases), peers.rank))
+        assert len(rows[-1]) == len(ARGUMENTS)
+    others = [0] * (len(ADDRESSES) - 1)
+    kernel = compiled(program, arch_of(device.index))
+    launch(kernel, address(table_of(tuple(rows))), *others, *numbers.pop())

@@ -2,8 +2,9 @@
 
 `LoadOps` asks for an op's weights, `ComputeOps` does the op; both have a method for every op of
 `model.py`, called with names where other readings get tensors. Products stand here with what they
-wait for and signal; KDA, MLA, routing and experts do so in modules of their own. One rank: nothing
-is exchanged, and parts of buffers that other ranks fill are read as they were left.
+wait for and signal; KDA, MLA, routing and experts do so in modules of their own, exchanges between
+ranks too. One rank alone: nothing is exchanged, and parts of buffers that other ranks fill are read
+as they were left.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from nanok3.dsl import (
     bf16_high,
@@ -36,6 +37,7 @@ from nanok3.dsl import (
     tree,
     warp_sum,
 )
+from nanok3.kernels.mega.exchange import Sent
 from nanok3.kernels.mega.linear import (
     THREADS,
     Own,
@@ -130,7 +132,8 @@ class LoadOps(Loader):
         pass
 
     def reduce_moe(self, parts, *, out):
-        pass
+        if self.sizes.ranks > 1 and not self.sizes.is_words("routed"):
+            self.signal("routed")
 
 
 class ComputeOps(Compute):
@@ -138,7 +141,8 @@ class ComputeOps(Compute):
 
     def __init__(self, program: Any, env: dict[str, Any]) -> None:
         super().__init__(program, env)
-        self.sub = "attn"  # whose AttnRes weights are in use: "attn", "mlp" or "output"
+        # whose AttnRes weights are in use: "attn", "mlp" or "output"; "embed" before the first ones
+        self.sub = "attn"
 
     # ---- first and last ----
 
@@ -190,18 +194,24 @@ class ComputeOps(Compute):
                 st_global_u16(at, pack_bf16(value, Float32(0.0)))
 
     def embed(self, ids, table, *, out):
+        self.sub = "embed"
         self.embed_own()
+        if self.sizes.ranks > 1:
+            self.bar()  # before it is sent
 
     @cute.jit
     def embed_own(self):
         """Rows of the table; a row whose id is another rank's is zero."""
         attn_res, sizes = self.program.attn_res, self.sizes
+        embed_first = sizes.embed_first
+        if const_expr(sizes.ranks > 1):
+            embed_first = self.rank * sizes.embed_rows
         for index in cutlass.range(self.tid, attn_res.values, THREADS, unroll=1):
             row = index // TILE % sizes.pass_rows
             column, there = attn_res.column(self, index)
             value = Float32(0.0)
             if there & (row < self.num_tokens):
-                id_ = Int32(ld_global_i64(self.input_ids + Int64(row * 8))) - sizes.embed_first
+                id_ = Int32(ld_global_i64(self.input_ids + Int64(row * 8))) - embed_first
                 if (id_ >= 0) & (id_ < sizes.embed_rows):
                     at = (Int64(id_) * sizes.hidden + Int64(column)) * 2
                     value = bf16_low(ld_global_u16(self.embed_table + at))
@@ -292,6 +302,9 @@ class ComputeOps(Compute):
         linear.multiply(self, staged, self.num_tokens, sink)
         if out == "q" and not self.sizes.is_words("q"):
             self.signal(out)
+        elif out == "shared_sum" and self.sizes.ranks > 1:  # while the experts run
+            tag = self.new_tag("shared")
+            self.program.exchange.send_own(self, "shared", "mlp", tag)
 
     def gate_up(self, x, weight, *, out):
         self.from_x(weight, "dense_in")
@@ -359,7 +372,8 @@ class ComputeOps(Compute):
     def route(self, logits, w, *, out):
         """And the shared expert's activation, while the router's logits are on their way."""
         self.begin("route")
-        self.wait("moe_in")
+        if self.sizes.ranks == 1:
+            self.wait("moe_in")
         self.program.units["route"].compute(self, self.activate_shared)
 
     def activate_shared(self):
@@ -386,7 +400,11 @@ class ComputeOps(Compute):
             self.wait("routed")
             self.stage_routed(norm, first, width, staged)
         self.bar()
-        sink = Parts(self, "latent_up", linear.product, self.new_tag("latent_up"))
+        tag = self.new_tag("latent_up")
+        if self.sizes.ranks == 1:
+            sink: Any = Parts(self, "latent_up", linear.product, tag)
+        else:
+            sink = Sent(self, "latent_up", linear.product, tag)
         linear.multiply(self, staged, self.num_tokens, sink)
 
     @cute.jit
@@ -410,7 +428,7 @@ class ComputeOps(Compute):
         self.bar()
         for i in cutlass.range(self.tid, width // 8, THREADS, unroll=1):
             eight = ld_shared_u32x4(raw + (first + i * 8) * 2)
-            if cutlass.const_expr(self.sizes.routed_norm):
+            if const_expr(self.sizes.routed_norm):
                 eight = self.normed(eight, norm + Int64((first + i * 8) * 2), Int32(0))
             st_shared_u32x4(staged + i * 16, eight)
 
@@ -427,7 +445,7 @@ class ComputeOps(Compute):
     def stage_routed(self, norm: Int64, first: Int32, width: Constexpr[int], staged: Int32):
         """Columns of the routed latent, normalised if the model does, 8 at a time."""
         z, source = self.sizes.latent, self.buffer("routed")
-        if cutlass.const_expr(self.sizes.routed_norm):
+        if const_expr(self.sizes.routed_norm):
             for row in cutlass.range(self.num_tokens, unroll=1):
                 self.sum_squares(source + Int64(row * (2 * z)), row)
             self.bar()
@@ -435,7 +453,7 @@ class ComputeOps(Compute):
         for i in cutlass.range(self.tid, self.num_tokens * per_row, THREADS, unroll=1):
             row, column = i // per_row, i % per_row * 8
             words = ld_global_u32x4(source + Int64((row * z + first + column) * 2))
-            if cutlass.const_expr(self.sizes.routed_norm):
+            if const_expr(self.sizes.routed_norm):
                 words = self.normed(words, norm + Int64((first + column) * 2), row)
             st_shared_u32x4(staged + row * x_stride(width) + column * 2, words)
 
@@ -457,14 +475,36 @@ class ComputeOps(Compute):
     # ---- exchanges ----
 
     def all_reduce(self, part, *, out):
-        pass
+        if self.sizes.ranks > 1:
+            self.begin(f"all_reduce of {out}, {self.sub}")
+            exchange, tag = self.program.exchange, self.new_tag(out)
+            exchange.send_own(self, out, self.sub, tag)
+            self.bar()  # the sum comes where the part was
+            exchange.receive_own(self, out, self.sub, tag)
+            self.mark(READY)
 
     def reduce_moe(self, parts, *, out):
-        pass
+        if self.sizes.ranks > 1:
+            self.begin("reduce_moe, routed")
+            exchange = self.program.exchange
+            tiles = self.program.units["experts"].down.place(self)
+            exchange.receive_routed(self, *tiles, self.tag_of["routed"])
+            self.mark(READY)
+            if not self.sizes.is_words("routed"):
+                self.signal("routed")
+            self.begin("reduce_moe, shared")
+            exchange.receive_own(self, "shared", "mlp", self.tag_of["shared"])
+            self.mark(READY)
+            self.bar()
 
     def all_gather(self, parts, *, out):
-        if out == ("delta",):
-            self.begin("combine")
+        if out == ("router_logits", "latent"):
+            if self.sizes.ranks > 1:
+                self.begin("all_gather of router and latent")
+                self.wait("moe_in")
+                self.program.exchange.send_moe(self, self.new_tag("moe"))
+        elif out == ("delta",):
+            self.begin("combine" if self.sizes.ranks == 1 else "all_gather of delta")
             self.prepare()
             self.combine(self.tag_of["latent_up"])
         elif out == ("logits",):
@@ -474,8 +514,8 @@ class ComputeOps(Compute):
 
     @cute.jit
     def combine(self, tag: Uint32):
-        """delta of the own columns, where they are this rank's part: the latent's product, plus the
-        shared expert's. Of other ranks' parts it stays what it was, as in the other readings."""
+        """delta of the own columns: the latent's product, plus the shared expert's. Of a rank that
+        runs alone only its part; of other ranks' it stays what it was, as in the other readings."""
         attn_res, sizes = self.program.attn_res, self.sizes
         product = self.program.products["latent_up"].product
         for base in cutlass.range(0, attn_res.values, THREADS, unroll=1):
@@ -483,9 +523,14 @@ class ComputeOps(Compute):
             row = cutlass.min(index // TILE % sizes.pass_rows, self.num_tokens - 1)
             column = cutlass.min(attn_res.column(self, index)[0], sizes.hidden - 1)
             own = cutlass.min(cutlass.max(column - sizes.up_first, 0), sizes.up_rows - 1)
-            at = self.buffer("latent_up") + Int64(row * product.rows + own) * 4
-            step = sizes.pass_rows * product.rows * 4
-            words = self.words([at + Int64(s * step) for s in range(product.slices)], tag, 1)
+            if const_expr(sizes.ranks > 1):
+                places = self.program.exchange.up_parts(self, row, column)
+                own = column
+            else:
+                at = self.buffer("latent_up") + Int64(row * product.rows + own) * 4
+                step = sizes.pass_rows * product.rows * 4
+                places = [at + Int64(s * step) for s in range(product.slices)]
+            words = self.words(places, tag, 1, self.scope)
             value = tree([untagged(words[s]) for s in range(product.slices)])
             value = value + ld_shared_f32(self.shared("shared") + index * 4)
             if (base + self.tid < attn_res.values) & (column - sizes.up_first == own):

@@ -38,6 +38,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from nanok3.comm.words import LOOKS, await_words, leave_record
 from nanok3.dsl import (
     asm,
     bits_of,
@@ -51,9 +52,9 @@ from nanok3.dsl import (
     ld_relaxed_u32x2,
     ld_relaxed_u32x4,
     ld_shared_u32,
+    ld_shared_u32x2,
     red_add_release,
     st_global_u32x4,
-    st_relaxed_u32,
     st_shared_u32,
     tree,
 )
@@ -66,13 +67,12 @@ COUNTER_BYTES = 128
 FLIGHT = 2  # chunks that the loader keeps in flight; further slots hold data that has landed
 LIMIT = 1 << 22  # looks of a wait: about 2 s
 TAG = 0xFF  # bits of a word
-LOOKS = 1024  # after so many, a look whether another wait has given up
 # bytes in the sync area: the numbers of the next launch's first signal and first tag, the record of
 # a wait that gave up (5 words); then the counters
 NEXT_SIGNAL, NEXT_TAG, HEALTH, SYNC_HEAD = 0, 4, 16, 128
 SYNC_BYTES = SYNC_HEAD + COUNTERS * COUNTER_BYTES
 SYNC_SHIFT = 64  # from one program's sync area to another's: their counters lie between each other
-WORDS = 1 << 16  # in the record: what was waited for were words
+WORDS, PEERS = 1 << 16, 1 << 17  # in the record: what was waited for were words, or other ranks'
 # events of a trace: an op begins; what it waited for is there; its part is written
 BEGIN, READY, DONE = 0, 1, 2
 MOST_EVENTS = 8192  # of a CTA and launch
@@ -164,6 +164,26 @@ class Role(Traced):
         """Address of a buffer that CTAs exchange."""
         return self.work + Int64(self.sizes.offsets[name])
 
+    def __getattr__(self, name: str):
+        """An argument that is no attribute: of several ranks, those that are not used all the time
+        lie in shared memory (`kernel.ARGUMENTS`)."""
+        places = self.__dict__.get("placed", ())
+        if name not in places:
+            raise AttributeError(name)
+        return ld_shared_i64(self.shared("arguments") + 8 * places.index(name))
+
+    def peer(self, rank):
+        """Address of a rank's mailboxes."""
+        return ld_shared_i64(self.shared("peers") + rank * 8)
+
+    def mailbox(self, rank, name: str):
+        return self.peer(rank) + Int64(self.sizes.box_offsets[name])
+
+    @property
+    def scope(self) -> str:
+        """Of what ranks write to each other."""
+        return "sys" if self.sizes.apart else "gpu"
+
     # ---- blocks of the text ----
 
     def begin_block(self):
@@ -206,14 +226,13 @@ class Role(Traced):
 
     @cute.jit
     def record(self, number: Uint32, goal: Uint32, seen: Uint32, kind: cutlass.Constexpr[int]):
-        """Unless there is one."""
-        if ld_relaxed_u32(self.sync + HEALTH) == 0:
-            st_relaxed_u32(self.sync + HEALTH + 4, Uint32(self.cta))
-            st_relaxed_u32(self.sync + HEALTH + 8, number)
-            st_relaxed_u32(self.sync + HEALTH + 12, goal)
-            st_relaxed_u32(self.sync + HEALTH + 16, seen)
-            op = self.program.op_number(self.op) + 1 | kind
-            st_relaxed_u32(self.sync + HEALTH, Uint32(op))
+        what = self.program.op_number(self.op) + 1 | kind
+        leave_record(self.sync + HEALTH, what, Uint32(self.cta), number, goal, seen)
+
+
+def ld_shared_i64(address):
+    low, high = ld_shared_u32x2(address)
+    return (Int64(high) << 32) | (Int64(low) & Int64(0xFFFFFFFF))
 
 
 def advance(position, at, slots):
@@ -339,8 +358,21 @@ class Compute(Role):
             self.look(self.counter(number), number, self.goal_of(number))
         self.bar()
 
+    def peer_words(self, addresses: list, sources: list, tag, each: int = 2, name: str = ""):
+        """Words that the ranks `sources` have sent, see `comm/words`. By whole warps. name: of the
+        exchange, where it is not the op."""
+        what = self.program.op_number(name or self.op) + 1 | PEERS
+        wait = self.sync + HEALTH, what, self.cta, self.lane, self.program.limit, self.scope
+        return await_words(addresses, sources, tag, each, *wait)
+
     @cute.jit
-    def words(self, addresses: list, tag: Uint32, each: cutlass.Constexpr = 4):
+    def words(
+        self,
+        addresses: list,
+        tag: Uint32,
+        each: cutlass.Constexpr = 4,
+        scope: cutlass.Constexpr = "gpu",
+    ):
         """`each` (4, 2, 1) words at each address, as soon as all have the tag. By whole warps."""
         found = cute.make_rmem_tensor((each * len(addresses),), Uint32)
         missing = Uint32(1)
@@ -348,7 +380,7 @@ class Compute(Role):
         while (missing != Uint32(0)) & (looks < self.program.limit):
             wrong = []
             for i in cutlass.range_constexpr(len(addresses)):
-                loaded = loaded_words(addresses[i], each)
+                loaded = loaded_words(addresses[i], each, scope)
                 for k in cutlass.range_constexpr(each):
                     found[each * i + k] = loaded[k]
                     wrong.append((loaded[k] ^ tag) & Uint32(TAG))
@@ -362,9 +394,10 @@ class Compute(Role):
         return found
 
 
-def loaded_words(address, each):
+def loaded_words(address, each, scope):
     if each == 1:
-        return (ld_relaxed_u32(address),)
+        return (ld_relaxed_u32(address, scope),)
+    assert scope == "gpu"
     return ld_relaxed_u32x2(address) if each == 2 else ld_relaxed_u32x4(address)
 
 

@@ -4,7 +4,8 @@
     weights = s of these, divided by their sum + 1e-20 if renormalised, times the scaling
 
 Shapes   logits [T, E] f32: this rank's experts are sums of K slices of buffer "moe_in", the others
-         lie in `router_logits`. T <= 8, E <= 1024, A <= 32 and A <= E.
+         lie in `router_logits`; where ranks exchange, all are words (`exchange`). T <= 8,
+         E <= 1024, A <= 32 and A <= E.
 Gives    in the shared area "routed", until the next MoE layer: n, how many experts the rows have
          among them; their ids, ascending; where [n, 8], which of a row's experts this one is, or
          -1; weight [n, 8], its weight there, or 0 (as `kernels/routed`). CTA 0 also writes the
@@ -27,6 +28,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from nanok3.dsl import (
     cp_async_16,
+    float_of,
     ld_global_f32,
     ld_shared_f32,
     ld_shared_u32,
@@ -104,8 +106,18 @@ class Route(Frozen):
         step = self.rows * product.rows * 4
         return tree([ld_global_f32(base + Int64(s * step)) for s in range(product.slices)])
 
+    def sent_logits(self, r, row, experts):
+        """Of experts of all ranks, when they are there."""
+        places = [r.program.exchange.logit_at(r, row, expert) for expert in experts]
+        addresses, sources = map(list, zip(*places, strict=True))
+        name = "all_gather of router"
+        found = r.peer_words(addresses, sources, r.tag_of["moe"], 1, name)
+        return [float_of(found[2 * i]) for i in range(len(experts))]
+
     def logit(self, r, row, expert, low=0, high=1024):
         """Of an expert, known to be one of low .. high - 1 when the kernel is compiled."""
+        if self.sizes.ranks > 1:
+            return self.sent_logits(r, row, [expert])[0]
         first, end = self.sizes.router_first, self.sizes.router_first + self.sizes.router_rows
         low, high = min(low, self.sizes.num_experts - 1), min(high, self.sizes.num_experts)
         if first <= low and high <= end:
@@ -143,22 +155,29 @@ class Route(Frozen):
         row = Int32(0)
         if const_expr(self.rows > 1):
             row = cutlass.min(r.warp, r.num_tokens - 1)
-        for i in cutlass.range_constexpr(self.chunks):
-            expert = cutlass.min(self.expert(r, i), self.sizes.num_experts - 1)
-            if const_expr(self.rows > 1):
-                logits[i] = self.logit(r, row, expert, i * LANES, (i + 1) * LANES)
-            else:
-                logits[i] = self.logit(r, row, expert)
+        known = [
+            cutlass.min(self.expert(r, i), self.sizes.num_experts - 1) for i in range(self.chunks)
+        ]
+        if const_expr(self.sizes.ranks == 1):
+            for i in cutlass.range_constexpr(self.chunks):
+                if const_expr(self.rows > 1):
+                    logits[i] = self.logit(r, row, known[i], i * LANES, (i + 1) * LANES)
+                else:
+                    logits[i] = self.logit(r, row, known[i])
         self.clear(r, scratch, table)
         meanwhile()
+        if const_expr(self.sizes.ranks > 1):
+            sent = self.sent_logits(r, row, known)
+            for i in cutlass.range_constexpr(self.chunks):
+                logits[i] = sent[i]
         cute.arch.cp_async_wait_group(0)
         r.bar()
         # 2. keys
         keys = cute.make_rmem_tensor((self.chunks,), Uint32)
         for i in cutlass.range_constexpr(self.chunks):
             expert = self.expert(r, i)
-            known = cutlass.min(expert, self.sizes.num_experts - 1)
-            pick = sigmoid(logits[i]) + ld_shared_f32(table + self.tables.bias + known * 4)
+            place = cutlass.min(expert, self.sizes.num_experts - 1)
+            pick = sigmoid(logits[i]) + ld_shared_f32(table + self.tables.bias + place * 4)
             keys[i] = sort_key(pick) * Uint32(expert < self.sizes.num_experts)
         # 3. the largest, and the list
         if const_expr(self.rows > 1):

@@ -140,13 +140,21 @@ class Sizes:
     renormalize: bool
     scaling: float
     softmax_scale: float
+    ranks: int = 1  # that run together and exchange; of one that runs alone 1
+    apart: bool = False  # whether they have GPUs of their own
 
     def __post_init__(self) -> None:
         assert self.pass_rows in (1, PASS), self.pass_rows
         for name in ("hidden", "latent", "expert_width", "shared_width", "dense_width"):
             assert getattr(self, name) % BLOCK == 0, f"{name} {getattr(self, name)}"
-        assert self.hidden % TILE == 0 and self.up_first % TILE == 0 and self.up_rows % TILE == 0
+        assert self.hidden % TILE == 0
         assert self.num_experts <= 1024 and self.top_k <= 32, "what `route` takes"
+        if self.ranks > 1:  # parts are whole stores of 16 bytes
+            assert self.router_rows % 2 == 0 and self.router_rows * self.ranks == self.num_experts
+            assert self.latent_rows % 4 == 0 and self.latent_rows * self.ranks == self.latent
+            assert self.up_rows * self.ranks == self.hidden
+        else:  # own columns are this rank's or not
+            assert self.up_first % TILE == 0 and self.up_rows % TILE == 0
 
     # ---- products ----
 
@@ -264,3 +272,40 @@ class Sizes:
     @property
     def work_bytes(self) -> int:
         return sum(-(-size // 256) * 256 for size in self.buffers.values())
+
+    # ---- what ranks exchange ----
+
+    @property
+    def own_bytes(self) -> int:
+        """Of a CTA's own columns as words of two bf16."""
+        return 4 * self.own_tiles * self.pass_rows * TILE
+
+    @cached_property
+    def boxes(self) -> dict[str, int]:
+        """Bytes of each mailbox of a rank, for the words of all ranks: see `exchange`."""
+        if self.ranks == 1:
+            return {}
+        rows, own = self.pass_rows, self.sms * self.own_bytes
+        of_a_rank = {
+            "attn": own,  # [CTA, own tile, T, 16] bf16 words of two
+            "mlp": own,
+            "embed": own,
+            "logits": 8 * rows * self.router_rows,  # [T, E / P] f32, a word each
+            "latent": 4 * rows * self.latent_rows,  # [T, Z / P]
+            "routed": 4 * rows * self.latent,  # [T, Z]
+            "latent_up": self.buffers["latent_up"],  # [slices, T, C / P] words of 32 bits
+        }
+        return {name: self.ranks * size for name, size in of_a_rank.items()}
+
+    @cached_property
+    def box_offsets(self) -> dict[str, int]:
+        """Where each begins in a rank's mailboxes."""
+        at, made = 0, {}
+        for name, size in self.boxes.items():
+            made[name] = at
+            at += -(-size // 256) * 256
+        return made
+
+    @property
+    def mail_bytes(self) -> int:
+        return sum(-(-size // 256) * 256 for size in self.boxes.values())

@@ -6,10 +6,11 @@ signals; the words of the health record are the only ones read and written witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,15 @@ from ptx.races import Lanes
 from ptx.warp import Warp
 from torch import Tensor
 
+from nanok3.comm.words import Rows
 from nanok3.kernels.mega import launch as launcher
 from nanok3.kernels.mega.fields import ATTENTION, COMMON, ENTRIES, KDA, MLP, MOE, entry
-from nanok3.kernels.mega.kernel import ADDRESSES, Program, compile_mega
-from nanok3.kernels.mega.launch import Arguments, launch_mega
+from nanok3.kernels.mega.kernel import ADDRESSES, ARGUMENTS, Program, compile_mega
+from nanok3.kernels.mega.launch import Arguments, RankSpace, launch_mega, launch_ranks
 from nanok3.kernels.mega.role import COUNTER_BYTES, HEALTH, SYNC_HEAD
 from nanok3.kernels.mega.sizes import SHARED_BYTES
 from nanok3.mega_ops import Mega
+from nanok3.mega_ranks import MegaRanks
 from nanok3.step import Buffers, Step
 
 SMS = 4
@@ -102,6 +105,15 @@ def counters(sync: Tensor) -> list[Buffer]:
     ]
 
 
+def mailboxes(program: Program, mail: Tensor) -> list[Buffer]:
+    """All words: their tags say whether they are there."""
+    sizes = program.sizes
+    return [
+        buffer_of(mail[at : at + sizes.boxes[name]], False, f"mailbox {name}", unordered=True)
+        for name, at in sizes.box_offsets.items()
+    ]
+
+
 # ---- launches ----
 
 
@@ -151,12 +163,76 @@ class OnEmulator:
                 kernel, numbers, [*given, *parts, *fields_of(rows, program.sizes.pass_rows == 1)]
             )
 
-        with on_a_device(program.sizes.sms), pytest.MonkeyPatch.context() as patch:
+        self.patched(program, run, launch_mega, program, work, sync, arguments, stamps)
+
+    def launch_ranks(
+        self,
+        rows: Sequence[Sequence[Row]],
+        program: Program,
+        spaces: Sequence[RankSpace],
+        arguments: Sequence[Arguments],
+        table_of: Callable[[Rows], Tensor],
+    ) -> None:
+        """`rows`: what the table of each rank was made of."""
+
+        def run(kernel: Compiled, *numbers: int) -> None:
+            tensors = {t.data_ptr(): t for t in self.emulator.tensors}
+            self.emulator.tensors.clear()
+            table = tensors[numbers[0]]
+            found = {numbers[0]: buffer_of(table, True, "table of ranks")}
+            for rank, (space, own) in enumerate(zip(spaces, rows, strict=True)):
+                given = dict(zip(ARGUMENTS, table[rank].tolist(), strict=True))
+                buffers = [
+                    buffer_of(tensors[at], name in (*INPUTS, "peers"), name)
+                    for name, at in given.items()
+                    if name not in ("work", "sync", "rank") and at and tensors[at].numel()
+                ]
+                buffers += exchanged(program, space.work) + counters(space.sync)
+                buffers += mailboxes(program, space.peers.mail)
+                buffers += fields_of(own, program.sizes.pass_rows == 1)
+                for b in buffers:
+                    b.name += f" of rank {rank}"
+                found = {b.start: b for b in buffers} | found  # some inputs are all ranks'
+            self.emulator.run(kernel, numbers, list(found.values()))
+
+        self.patched(program, run, launch_ranks, program, spaces, arguments, table_of)
+
+    def patched(self, program: Program, run: Any, launch: Any, *arguments: Any) -> None:
+        """`launch` with what it calls replaced."""
+        there = program.sizes.sms * program.launched
+        with on_a_device(there), pytest.MonkeyPatch.context() as patch:
             patch.setattr(launcher, "compiled", self.compiled)
             patch.setattr(launcher, "arch_of", lambda index: ARCH)
             patch.setattr(launcher, "address", self.emulator.address)
             patch.setattr(launcher, "launch", run)
-            launch_mega(program, work, sync, arguments, stamps)
+            launch(*arguments)
+
+    @contextmanager
+    def launches_of_ranks(self, ranks: MegaRanks, sms: int) -> Iterator[None]:
+        """`sms`: of each rank."""
+
+        def launch(
+            program: Program,
+            spaces: Sequence[RankSpace],
+            arguments: Sequence[Arguments],
+            table_of: Callable[[Rows], Tensor],
+        ) -> None:
+            rows = [
+                rows_of(a.table, mega._kept) for a, mega in zip(arguments, ranks.ranks, strict=True)
+            ]
+            self.launch_ranks(rows, program, spaces, arguments, table_of)
+
+        with on_a_device(sms * len(ranks.ranks)), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nanok3.mega_ranks.launch_ranks", launch)
+            yield
+
+    def step_of_ranks(
+        self, ranks: MegaRanks, sms: int, step: Step, buffers: Sequence[Buffers]
+    ) -> None:
+        """`MegaRanks.run` and `MegaRanks.check`."""
+        with self.launches_of_ranks(ranks, sms):
+            ranks.run(step, buffers)
+            ranks.check()
 
     @contextmanager
     def launches(self, mega: Mega) -> Iterator[None]:
