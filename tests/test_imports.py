@@ -56,6 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mega_ops": {
         *("config", "model", "graph", "kernels", "weights", "cache", "step", "mega_sizes"),
     },
+    "kernel_ranks": {"comm", "config", "kernels", "ops"},
+    "mega_ranks": {"cache", "comm", "config", "kernels", "mega_ops", "step", "weights"},
     "captured": {
         *("config", "model", "graph", "weights", "cache", "step", "ops", "kernel_ops", "mega_ops"),
     },
@@ -116,6 +118,7 @@ OTHERS: dict[str, set[str]] = {
         *("join", "launch"),
         *("commands", "bench", "bench_draft", "batch", "plan", "check_values", "trace"),
         *("record", "options", "replay"),
+        *("kernel_ranks", "mega_ranks"),
     },
     "tokenizers": {"tokenizer"},
     "llguidance": {"grammar"},
