@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from nanok3.dsl import ARCHS  # noqa: E402
 from nanok3.kernels import (  # noqa: E402
     attn_res,
     embed,
+    exchange,
     expert_down,
     expert_prefill,
     expert_up,
@@ -43,6 +44,7 @@ from nanok3.kernels import (  # noqa: E402
     rms_norm,
     route,
 )
+from nanok3.kernels.exchange import Segment  # noqa: E402
 from nanok3.kernels.mega.kernel import Program, compile_mega  # noqa: E402
 from nanok3.mega_ops import texts  # noqa: E402
 from nanok3.mega_sizes import sizes_of  # noqa: E402
@@ -51,6 +53,8 @@ from nanok3.packing import Packed, empty_weights  # noqa: E402
 MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
 KNOWN_STACK = {
     "mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes",
+    "mega ranks 1 rows": "24 bytes; not looked into",
+    "mega virtual ranks": "16 bytes; the same",
     "mini mega 8 rows": "on Blackwell, 32 bytes; not looked into, none at the sizes of K3",
 }
 PASSES = (1, 8)  # rows of a pass that launchers ask for
@@ -143,6 +147,34 @@ def mega_variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Var
         yield Variant(f"{label} mega {rows} rows", partial(compile_for, rows))
 
 
+def rank_variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]:
+    """The same with exchanges: ranks with GPUs of their own, and all on one."""
+
+    def compile_for(pass_rows: int, apart: bool, arch: str) -> Any:
+        sms = SMS[arch] if apart else SMS[arch] // shard.size
+        sizes = sizes_of(config, shard, pass_rows, sms, BLOCK_SIZE, together=True)
+        program = Program(replace(sizes, apart=apart), texts(config), whole=True)
+        return compile_mega(program, arch)
+
+    for rows in PASSES:
+        yield Variant(f"{label} mega ranks {rows} rows", partial(compile_for, rows, True))
+    yield Variant(f"{label} mega virtual ranks", partial(compile_for, 1, False))
+    c, size = config, shard.size
+    delta, latent = c.hidden_size // 4, c.routed_expert_hidden_size // 4
+    exchanges = {
+        "all_reduce": (Segment("sum", delta),),
+        "all_gather": (
+            Segment("gather", c.num_experts // size // 2),
+            Segment("gather", latent // size),
+        ),
+        "reduce_moe": (Segment("sum", latent), Segment("scatter", delta // size)),
+    }
+    for name, segments in exchanges.items():
+        for launched in (1, size):
+            made = partial(exchange.compile_exchange, segments, size, launched)
+            yield Variant(f"{label} {name}, {launched} ranks a launch", made)
+
+
 def resources(cubin: bytes, tool: str | None) -> dict[str, int]:
     """REG, STACK, SHARED and LOCAL of the kernel in a cubin."""
     if tool is None:
@@ -180,6 +212,7 @@ def main() -> None:
         *variants("K3 TP16", K3, Shard(0, 16)),
         *mega_variants("mini", mini, Shard(0, 1)),
         *mega_variants("K3 TP16", K3, Shard(0, 16)),
+        *rank_variants("K3 TP8", K3, Shard(0, 8)),
     ]
     wanted = [variant for variant in wanted if args.only in variant.name]
     lines, failed, start = [], 0, time.monotonic()
