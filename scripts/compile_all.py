@@ -36,12 +36,14 @@ from nanok3.kernels import (  # noqa: E402
     expert_prefill,
     expert_up,
     gemv,
+    kda_commit,
     kda_decode,
     mla_decode,
     mla_latent,
     mla_merge,
     rms_norm,
     route,
+    tap,
 )
 from nanok3.kernels.mega.kernel import Program, compile_mega  # noqa: E402
 from nanok3.mega_ops import texts  # noqa: E402
@@ -99,7 +101,11 @@ def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]
     kda = c.linear_attn_config
     kda_shape = kda_decode.Shape(shard.local(kda.num_heads), kda.gate_lower_bound, eps)
     for rows in PASSES:
-        yield named(f"kda_decode {rows} rows", kda_decode.compile_kda_decode, kda_shape, rows)
+        name = f"kda_decode {rows} rows"
+        yield named(name, kda_decode.compile_kda_decode, kda_shape, rows, False)
+    yield named("kda_recorded", kda_decode.compile_kda_decode, kda_shape, PASSES[-1], True)
+    yield named("kda_commit", kda_commit.compile_kda_commit, kda_shape.heads)
+    yield named("tap", tap.compile_tap, c.hidden_size)
     mla = mla_decode.Shape(
         shard.local(c.num_attention_heads),
         c.kv_lora_rank,
