@@ -54,6 +54,7 @@ MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
 KNOWN_STACK = {
     "mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes",
     "mini mega 8 rows": "on Blackwell, 32 bytes; not looked into, none at the sizes of K3",
+    "TP16 mega recorded": "an address, put away while KDA's rows are read, 8 bytes",
 }
 PASSES = (1, 8)  # rows of a pass that launchers ask for
 BLOCK_SIZE = 64
@@ -139,14 +140,17 @@ def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]
 
 
 def mega_variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]:
-    """The persistent kernel for a whole step."""
+    """The persistent kernel for a whole step, and for one whose rows may be rolled back."""
 
-    def compile_for(pass_rows: int, arch: str) -> Any:
+    def compile_for(pass_rows: int, drafted: bool, arch: str) -> Any:
         sizes = sizes_of(config, shard, pass_rows, SMS[arch], BLOCK_SIZE)
-        return compile_mega(Program(sizes, texts(config), whole=True), arch)
+        text = texts(config, recorded=drafted, tapped=drafted)
+        program = Program(sizes, text, whole=True, recorded=drafted, tapped=drafted)
+        return compile_mega(program, arch)
 
     for rows in PASSES:
-        yield Variant(f"{label} mega {rows} rows", partial(compile_for, rows))
+        yield Variant(f"{label} mega {rows} rows", partial(compile_for, rows, False))
+    yield Variant(f"{label} mega recorded", partial(compile_for, PASSES[-1], True))
 
 
 def resources(cubin: bytes, tool: str | None) -> dict[str, int]:

@@ -174,7 +174,7 @@ class KDAChunk:
                 st_shared_f32(to, select_f32(there, total, Float32(0.0)))
 
     def solve(self, base, last, warp, lane):
-        """-> o of row `warp`, rounded; column l."""
+        """-> o of row `warp`, rounded, and f of all rows; column l."""
         sums = base + self.sums_at + lane * 4
         half = 2 * PASS * SUMS_ROW
         old = [sums + (PASS + t) * SUMS_ROW for t in range(PASS)]
@@ -201,7 +201,8 @@ class KDAChunk:
             for x in ld_shared_f32x4(triangles + warp * TRIANGLE_ROW + first * 4)
         ]
         total = (ld_shared_f32(own) + ld_shared_f32(own + half)) + dot(row, errors)
-        return rounded(ld_shared_f32(base + self.tile.scales_at + warp * 16 + 8) * total)
+        o = rounded(ld_shared_f32(base + self.tile.scales_at + warp * 16 + 8) * total)
+        return o, errors
 
     @cute.jit
     def put_errors(self, base: Int32, errors, warp: Int32, lane: Int32):
