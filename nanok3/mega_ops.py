@@ -252,7 +252,7 @@ class Mega:
         self.numbers = list(range(len(w.layers)) if layers is None else layers)
         self._block_size, self._max_blocks = block_size, max_blocks
         self._whole, self._options = whole, options
-        self._tapped = bool(taps)
+        self._num_taps = len(taps)
         self._table, self._kept = table_of(config, w, cache, layers, taps)
         self.sync = sync_of(str(self._table.device))
         self._spaces: list[Space] = []
@@ -262,7 +262,7 @@ class Mega:
         device = self._table.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         sizes = sizes_of(self.config, self.shard, pass_rows, sms, self._block_size)
-        variant = self._whole, recorded, self._tapped
+        variant = self._whole, recorded, self._num_taps > 0
         program = program_of(self.config, sizes, *variant, **self._options)
         place, work = int(pass_rows > 1) + recorded, work_of(program, str(device))
         space = Space(program, place, work, stamps_of(program, str(device)))
@@ -290,6 +290,7 @@ class Mega:
         assert 1 <= tokens <= MAX_ROWS, f"{tokens} rows; the persistent kernel takes up to 8"
         assert step.block_table.shape[1] <= self._max_blocks and step.block_table.is_contiguous()
         assert isinstance(buf.streams, Tensor)
+        assert buf.taps.shape[1] == self._num_taps * self.config.hidden_size
         space = self.space_of(tokens, step.records is not None)
         if space.stamps is not None:
             space.stamps.zero_()
