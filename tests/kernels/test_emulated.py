@@ -119,7 +119,7 @@ def test_kda_commit_on_emulator(emulated: Emulator, num_rows: int, forced: list[
 
 
 def test_kda_commit_of_any_counts_on_emulator(emulated: Emulator) -> None:
-    test_kda_commit.test_kda_commit_matches_ref()
+    test_kda_commit.test_kda_commit_matches_ref(4, 5, [4, 2, 1, 3, 6], [5, 2, 0, -1, 9])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])
@@ -204,6 +204,22 @@ def test_faults_of_kda_decode_are_noticed(
     emulated.edit = edit
     with pytest.raises(Fault, match=sentence):
         test_kda_decode.test_kda_decode_matches_ref(1, 11, [4])
+
+
+@pytest.mark.parametrize(
+    "edit, sentence",
+    [
+        (replaced(BARRIER, "", 0), "race|read, which another warp"),  # rows are there
+        (replaced(BARRIER, "", 1), "race|read, which another warp"),  # the next ones may come
+        (replaced(r"griddepcontrol\.wait;", "", 0), "before griddepcontrol.wait"),
+    ],
+)
+def test_faults_of_kda_commit_are_noticed(
+    emulated: Emulator, edit: Callable[[str], str], sentence: str
+) -> None:
+    emulated.edit = edit
+    with pytest.raises(Fault, match=sentence):
+        test_kda_commit.test_kda_commit_matches_ref(1, 11, [2, 5], [11, 9])
 
 
 @pytest.mark.parametrize(

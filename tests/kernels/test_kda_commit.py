@@ -148,10 +148,16 @@ def test_steps_leave_what_their_standing_rows_leave(
         check_equal(state.cpu(), plain_state.cpu(), f"states after step {step}")
 
 
+# all rows, some, none; counts below none and past the rows; more rows than go at once
 @pytest.mark.gpu
-def test_kda_commit_matches_ref() -> None:
-    """Records of the reference, of counts past the rows and below none too."""
-    heads, num_rows, slots, counts = 4, 5, [4, 2, 1, 3, 6], [5, 2, 0, -1, 9]
+@pytest.mark.parametrize(
+    "heads, num_rows, slots, counts",
+    [(4, 5, [4, 2, 1, 3, 6], [5, 2, 0, -1, 9]), (1, 11, [2, 5], [11, 9])],
+)
+def test_kda_commit_matches_ref(
+    heads: int, num_rows: int, slots: list[int], counts: list[int]
+) -> None:
+    """Records of the reference."""
     w, (conv_state, state) = weights(heads), caches(80, heads, slots)
     conv_state, state = torch.stack([conv_state] * 2), torch.stack([state] * 2)
     state[1] = state[1] * 2

@@ -426,7 +426,7 @@ class KDA:
         chunk.multiply(base, row.held, r.warp, r.lane)
         chunk.mix(base, row.qk, last, r.warp, r.lane)
         r.bar()
-        o, errors = chunk.solve(base, last, r.warp, r.lane)
+        o, errors = chunk.solve(base, last, r.warp, r.lane, self.recorded)
         if self.recorded:
             self.record_values(r, unit, errors)
         return o
