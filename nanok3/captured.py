@@ -70,5 +70,5 @@ def gpu_decode(
     if height > mega_rows:
         steps = "of one row" if mega_rows == 1 else f"up to {mega_rows} rows"
         reading += f" for steps {steps}, the chain of kernels above"
-    health = mega.health(rows=1 if settings.strict else None)
+    health = mega.health()
     return GpuDecode(buffers, forward, chain, health, reading)
