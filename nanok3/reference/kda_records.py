@@ -86,6 +86,28 @@ def commit_ref(
         conv_state[:, slot] = window[:, count:]
 
 
+def commit_masked(
+    conv_state: Tensor, state: Tensor, records: KDARecords, slots: Tensor, counts: Tensor
+) -> None:
+    """`commit_ref` that folds, for slots [R] and counts [R] on a device: it waits for nothing, and
+    what is recorded of rows that do not stand is never used."""
+    num_rows, taps = records.decay.shape[2], conv_state.shape[2]
+    index = torch.arange(num_rows, device=counts.device)
+    falls = (index >= counts[:, None])[..., None, None]  # [R, Q, 1, 1]
+    places = counts[:, None] + torch.arange(taps, device=counts.device)  # [R, taps - 1]
+    for i in range(len(state)):
+        decay = records.decay[i][slots].masked_fill(falls, 1.0)  # [R, Q, H, Dk]
+        key = records.key[i][slots].masked_fill(falls, 0.0)
+        value = records.value[i][slots].masked_fill(falls, 0.0)
+        later = decay.flip(1).cumprod(1).flip(1)
+        after = torch.cat([later[:, 1:], torch.ones_like(later[:, :1])], dim=1)
+        added = (key * after).permute(0, 2, 3, 1) @ value.transpose(1, 2)  # [R, H, Dk, Dv]
+        state[i][slots] = state[i][slots] * later[:, 0].unsqueeze(-1) + added
+        window = torch.cat([conv_state[i][slots], records.qkv[i][slots]], dim=1)
+        chosen = places.unsqueeze(-1).expand(-1, -1, window.shape[-1])
+        conv_state[i][slots] = window.gather(1, chosen)
+
+
 def few_rows(rows: KDARows, state: Tensor, lower_bound: float) -> tuple[Tensor, Tensor, Tensor]:
     """The delta rule of a few rows as products: state [R, H, Dk, Dv] -> o [R, H, Q, Dv], state,
     beta e [R, H, Q, Dv].
