@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanok3.cache import TRASH
 from nanok3.mirror import Mirror
-from nanok3.sampling import SamplingRows, sample
+from nanok3.sampling import OPTIONS, SamplingRows, sample
 from nanok3.step import Step
 
 # What a row's result says where it is no id.
@@ -37,7 +37,6 @@ INTS = (
     *("top_k", "seeds", "min_tokens"),
 )
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-OPTIONS = (*FLOATS, "top_k", "seeds", "min_tokens", "stop_ids")  # the tensors of `SamplingRows`
 
 
 @dataclass(frozen=True)

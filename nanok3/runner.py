@@ -6,7 +6,7 @@ drawn id, is for `scheduler.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,16 @@ from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory, rows_between
 from nanok3.graph import Capture, Health, Run, buckets
 from nanok3.loop import DecodeLoop
-from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops, between_ranks
+from nanok3.ops import DECODE, PREFILL, REFERENCE, VERIFY, Ops, between_ranks
+from nanok3.reference.kda_records import allocate_records
 from nanok3.request import Request
 from nanok3.spec.config import DraftConfig
 from nanok3.spec.draft_weights import DraftWeights
 from nanok3.spec.drafter import Drafter
 from nanok3.spec.target import Target
+from nanok3.spec_decode import SpecMemory
 from nanok3.spec_loop import SpecLoop
+from nanok3.spec_steps import SpecSteps
 from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
 
@@ -66,6 +69,7 @@ class Runner:
                 ),
                 dtype=dtype,
                 device=device,
+                strict=settings.strict,
             )
         self.manager = CacheManager(
             cache,
@@ -96,32 +100,48 @@ class Runner:
             self.reading = decode.reading
             prefill = Prefill(config, WHOLE, settings.prefill_chunk, device)
             self._prefill_ops = self._one_row_ops = prefill.record(decode.chain)
-        if settings.debug:  # an op that reads what nobody wrote shows up as NaN
-            for tensor in vars(self._buffers).values():
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        if settings.debug:
+            poison(vars(self._buffers).values())
         memory = StateMemory(max_blocks, size, buffers.logits[: settings.max_num_reqs])
         self.loop: DecodeLoop | SpecLoop = (
             self._decode_loop(memory, buffers, run, health)
             if self._drafter is None
-            else self._spec_loop(cache, self._drafter)
+            else self._spec_loop(cache, self._drafter, max_blocks)
         )
 
-    def _spec_loop(self, cache: Cache, drafter: Drafter) -> SpecLoop:
-        settings, most = self.settings, drafter.config.block_size
+    def _spec_loop(self, cache: Cache, drafter: Drafter, max_blocks: int) -> SpecLoop:
+        settings, most, device = self.settings, drafter.config.block_size, self.settings.device
         num_drafts = min(settings.num_drafts or most, most)
-        target = Target(
+        num_rows = settings.max_num_reqs * (num_drafts + 1)
+        buffers = allocate_buffers(
             self.config,
-            self.weights,
-            cache,
-            self._taps,
-            block_size=settings.block_size,
-            max_num_reqs=settings.max_num_reqs,
-            max_drafts=num_drafts,
-            dtype=DTYPES[settings.dtype],
-            strict=settings.strict,
-            poison=settings.debug,
+            num_rows,
+            num_rows,
+            DTYPES[settings.dtype],
+            device,
+            num_taps=len(self._taps),
         )
-        return SpecLoop(target, drafter, num_drafts, settings)
+        records = allocate_records(
+            *cache.state.shape[:2],
+            num_drafts + 1,
+            cache.conv_state,
+            cache.state,  # type: ignore[call-arg]
+        )
+        if settings.debug:
+            poison((*vars(buffers).values(), *vars(records).values()))
+        target = Target(
+            self._run_on_cpu, buffers, cache, records, strict=settings.strict, on_cpu=True
+        )
+        memory = SpecMemory(
+            max_blocks,
+            settings.block_size,
+            settings.max_num_reqs,
+            num_drafts,
+            buffers.logits,
+            records,
+        )
+        steps = SpecSteps(memory, target, drafter, settings, _as_it_is)
+        return SpecLoop(steps, False)
 
     def _decode_loop(
         self,
@@ -154,7 +174,10 @@ class Runner:
         columns = max(1, self.manager.blocks_for(int(step.positions.max()) + 1))
         step = replace(step, block_table=step.block_table[:, :columns])
         cache = self.manager.cache
-        model.forward(self.config, self.weights, cache, step, buf, self._decode_ops)
+        ops = self._decode_ops
+        if step.records is not None and not self.settings.strict:
+            ops = VERIFY
+        model.forward(self.config, self.weights, cache, step, buf, ops, self._taps)
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
         """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""
@@ -204,6 +227,13 @@ class Runner:
         if self._drafter is not None:
             self._drafter.keep(buf.taps, step.positions, step.slot_mapping)
         return buf
+
+
+def poison(tensors: Iterable[Any]) -> None:
+    """An op that reads what nobody wrote shows up as NaN."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 def _as_it_is(run: Run) -> Run:

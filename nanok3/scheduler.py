@@ -193,7 +193,7 @@ class Scheduler:
         for request in [r for r in self.running if r.done]:
             self.running.remove(request)
             # Only what a finite row of logits has vouched for: not the half of a prompt.
-            vouched = not request.in_flight and request.num_pending <= 1
+            vouched = not request.in_flight and request.num_pending in (0, 1)
             if request.finish_reason != "error" and vouched:
                 self._keep(request, vouched=True)
             assert request.slot is not None

@@ -81,7 +81,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # all of it
     "runner": {
         *("config", "weights", "cache", "step", "ops", "model", "graph", "captured", "decode"),
-        *("loop", "prefill_ops", "sampling", "request", "spec", "spec_loop", "comm"),
+        *("loop", "prefill_ops", "sampling", "request", "reference", "comm"),
+        *("spec", "spec_decode", "spec_steps", "spec_loop"),
     },
     "plan": {
         *("config", "weight_table", "packing", "cache", "step", "decode", "workspaces"),
@@ -93,7 +94,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("config", "config_check", "config_rules", "checkpoint", "weight_table", "reference"),
         *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec"),
     },
-    "spec_loop": {"config", "loop", "request", "sampling", "uniform", "spec"},
+    "spec_decode": {
+        *("cache", "decode", "mirror", "reference", "sampling", "spec", "step", "uniform"),
+    },
+    "spec_steps": {"cache", "config", "graph", "sampling", "spec", "spec_decode", "step"},
+    "spec_loop": {
+        *("decode", "graph", "loop", "request", "sampling", "spec", "spec_decode", "spec_steps"),
+    },
     "scheduler": {"cache", "loop", "request", "reuse", "runner"},
     "engine": {
         *("config", "checkpoint", "device", "plan", "progress", "cache", "runner", "scheduler"),
@@ -112,7 +119,7 @@ OTHERS: dict[str, set[str]] = {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
-        *("mirror", "spec_decode", "draft_ops"),
+        *("mirror", "spec_decode", "spec_steps", "draft_ops"),
         *("packing", "workspaces", "mega_ops", "bench_layer", "spec_loop"),
         *("weight_table", "random_weights", "grammar"),
         *("join", "launch"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,15 +38,18 @@ def served(
     loop = engine._runner.loop
     assert isinstance(loop, SpecLoop)
     windows = []
-    note = loop._note
+    settle = loop.settle
 
-    def watched(step: Any, counts: list[int]) -> None:
-        for i, r in enumerate(loop.batch):
-            if step.lengths[i] == loop.num_drafts and counts[i] == step.accepted[i] + 1:
-                windows.append((r, step.before[i] - 1, step.accepted[i]))
-        note(step, counts)
+    def watched() -> None:
+        step = loop._read
+        if step is not None:
+            for i, r in enumerate(loop.batch):
+                taken, accepted = len(r.ids) - step.before[i], step.accepted[i]
+                if step.lengths[i] == loop.num_drafts and taken == accepted + 1:
+                    windows.append((r, step.before[i] - 1, accepted))
+        settle()
 
-    loop._note = watched  # type: ignore[method-assign]
+    loop.settle = watched  # type: ignore[method-assign]
     requests = [
         engine.submit(
             p["messages"],

@@ -105,8 +105,7 @@ def propose(
         drawn.append(previous)
         laws.append(law)
 
-    used = torch.arange(num_rows, device=device) < num_drafts
-    hidden = buf.x.unflatten(0, (num_reqs, num_rows))[:, used].flatten(0, 1)
+    hidden = buf.x.unflatten(0, (num_reqs, num_rows))[:, :num_drafts].flatten(0, 1)
     confidence = torch.empty_like(base[:, :num_drafts, 0]).flatten()
     features = torch.stack(before, 1).flatten()
     ops.confidence(hidden, w.confidence, w.markov, features, out=confidence)

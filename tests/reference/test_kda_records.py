@@ -153,7 +153,9 @@ def test_the_masked_fold_is_the_fold(counts: list[int]) -> None:
     def meta(t: torch.Tensor) -> torch.Tensor:  # to read a value is an error there
         return t.to("meta")
 
-    records = KDARecords(*(meta(getattr(world.records, n)) for n in ("qkv", "decay", "key", "value")))
+    records = KDARecords(
+        *(meta(getattr(world.records, n)) for n in ("qkv", "decay", "key", "value"))
+    )
     commit_masked(meta(world.conv_state), meta(world.state), records, meta(slots), meta(stand))
 
 
