@@ -22,6 +22,7 @@ from nanok3.config_rules import is_int, is_number, show
 
 MAX_SLOTS = 2**31 - 1
 MEGA_ROWS = 8  # of a step that is one launch, at most
+STEP_ROWS = 64  # of a step of kernels, at most (kernels/route.py)
 
 
 @dataclass(frozen=True)

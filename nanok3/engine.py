@@ -26,6 +26,7 @@ from nanok3.chat import DEFAULT_EFFORT, render
 from nanok3.checkpoint import Checkpoint
 from nanok3.comm.exchange import Exchange
 from nanok3.config import (
+    STEP_ROWS,
     WHOLE,
     EngineConfig,
     GenerationDefaults,
@@ -49,6 +50,7 @@ from nanok3.sampling import SamplingParams
 from nanok3.scheduler import Scheduler
 from nanok3.spec.config import DraftConfig, load_draft_config
 from nanok3.spec.draft_weights import DraftWeights, build_draft, load_draft
+from nanok3.speculation import drafts_of
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weight_table import Filler, expected_tensors
 from nanok3.weights import Weights, build
@@ -137,7 +139,13 @@ class Engine:
         if draft_config is not None and (problems := draft_config.problems(config)):
             raise ValueError("\n".join(f"{draft}: {problem}" for problem in problems))
         if draft_config is not None and device != "cpu":
-            raise ValueError(f"{draft}: drafts run on a CPU only so far; leave the draft out")
+            num_rows = drafts_of(settings, draft_config) + 1
+            if settings.max_num_reqs * num_rows > STEP_ROWS:
+                raise ValueError(
+                    f"{draft}: {num_rows} rows of each of {settings.max_num_reqs} requests are "
+                    f"more than the {STEP_ROWS} that a step on a GPU takes; serve at most "
+                    f"{STEP_ROWS // num_rows} requests at once (--requests)"
+                )
         if draft_config is not None and settings.gpus > 1:
             raise ValueError(f"{draft}: drafts run in one process only so far; leave the draft out")
         defaults = load_generation_defaults(path)

@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "captured": {
         *("config", "model", "graph", "weights", "cache", "step", "ops", "kernel_ops", "mega_ops"),
+        "reference",
     },
     "device": set(),
     "exits": set(),
@@ -81,8 +82,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # all of it
     "runner": {
         *("config", "weights", "cache", "step", "ops", "model", "graph", "captured", "decode"),
-        *("loop", "prefill_ops", "sampling", "request", "reference", "comm"),
-        *("spec", "spec_decode", "spec_steps", "spec_loop"),
+        *("loop", "prefill_ops", "sampling", "request", "comm"),
+        *("spec", "spec_loop", "speculation"),
     },
     "plan": {
         *("config", "weight_table", "packing", "cache", "step", "decode", "workspaces"),
@@ -101,12 +102,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec_loop": {
         *("decode", "graph", "loop", "request", "sampling", "spec", "spec_decode", "spec_steps"),
     },
+    "draft_packing": {"kernels", "packing", "spec"},
+    "draft_ops": {"kernels", "packing", "reference", "spec"},
+    "speculation": {
+        *("cache", "config", "draft_ops", "draft_packing", "graph", "packing", "reference", "step"),
+        *("spec", "spec_decode", "spec_steps", "spec_loop", "workspaces"),
+    },
     "scheduler": {"cache", "loop", "request", "reuse", "runner"},
     "engine": {
         *("config", "checkpoint", "device", "plan", "progress", "cache", "runner", "scheduler"),
         *("weight_table", "weights", "packing"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
-        *("spec", "comm"),
+        *("spec", "speculation", "comm"),
         *("join", "lockstep"),
     },
 }
@@ -119,7 +126,8 @@ OTHERS: dict[str, set[str]] = {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
-        *("mirror", "spec_decode", "spec_steps", "draft_ops"),
+        *("mirror", "spec_decode", "spec_steps", "draft_ops", "draft_packing"),
+        "speculation",
         *("packing", "workspaces", "mega_ops", "bench_layer", "spec_loop"),
         *("weight_table", "random_weights", "grammar"),
         *("join", "launch"),

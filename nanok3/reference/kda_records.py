@@ -13,7 +13,7 @@ window of the convolution goes on by the same number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,10 @@ class KDARecords:
         return KDARecords(
             self.qkv[index], self.decay[index], self.key[index], self.value[index], self.first
         )
+
+
+# conv_state, state, records, slots [R], counts [R]: those rows of each request stand
+Commit = Callable[[Tensor, Tensor, KDARecords, Tensor, Tensor], None]
 
 
 def apply_rows(state: Tensor, decay: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nanok3.cache import Cache
-from nanok3.reference.kda_records import KDARecords, commit_masked, commit_ref
+from nanok3.reference.kda_records import Commit, KDARecords, commit_ref
 from nanok3.step import Buffers, Step, rows
 
 
@@ -29,6 +29,7 @@ class Target:
         buffers: Buffers,
         cache: Cache,
         records: KDARecords,
+        commit: Commit,
         *,
         strict: bool,
         on_cpu: bool,
@@ -36,7 +37,7 @@ class Target:
         """forward: of the step's rows, with taps. buffers, records: for the largest step. on_cpu:
         values may be looked at, to leave out what is padding."""
         self.records = records
-        self._forward, self._buffers, self._cache = forward, buffers, cache
+        self._forward, self._buffers, self._cache, self._commit = forward, buffers, cache, commit
         self._strict, self._on_cpu = strict, on_cpu
 
     @property
@@ -80,9 +81,17 @@ class Target:
 
     def commit(self, slots: Tensor, counts: Tensor) -> None:
         """The first counts[r] recorded rows of the request at slots[r] stand."""
-        cache = self._cache
-        if self._on_cpu:
-            numbers = slots.tolist(), counts.tolist()
-            commit_ref(cache.conv_state, cache.state, self.records, *numbers, fold=not self._strict)
-        else:
-            commit_masked(cache.conv_state, cache.state, self.records, slots, counts)
+        states = self._cache.conv_state, self._cache.state
+        self._commit(*states, self.records, slots, counts)
+
+
+def commit_on_cpu(strict: bool) -> Commit:
+    """Request by request, by numbers that are looked at."""
+
+    def commit(
+        conv_state: Tensor, state: Tensor, records: KDARecords, slots: Tensor, counts: Tensor
+    ) -> None:
+        numbers = slots.tolist(), counts.tolist()
+        commit_ref(conv_state, state, records, *numbers, fold=not strict)
+
+    return commit

@@ -20,7 +20,7 @@ from nanok3 import model
 from nanok3.cache import Cache, allocate_cache
 from nanok3.ops import DECODE, REFERENCE, VERIFY
 from nanok3.reference.kda_records import KDARecords, allocate_records
-from nanok3.spec.target import Target
+from nanok3.spec.target import Target, commit_on_cpu
 from nanok3.step import Buffers, Step, allocate_buffers
 
 BLOCK, MAX_DRAFTS, NUM_REQS, BLOCKS = 4, 7, 3, 30
@@ -125,7 +125,9 @@ def test_drafts_that_stand_leave_what_decoding_leaves(
 
     most = NUM_REQS * (MAX_DRAFTS + 1)
     buffers = poisoned(allocate_buffers(TINY, most, most, dtype, "cpu", num_taps=len(TAPS)))
-    target = Target(forward, buffers, cache, records, strict=strict, on_cpu=True)
+    target = Target(
+        forward, buffers, cache, records, commit_on_cpu(strict), strict=strict, on_cpu=True
+    )
     generator = torch.Generator().manual_seed(3)
     truth = torch.randint(0, 256, (NUM_REQS, 100), generator=generator).tolist()
     lengths = [0] * NUM_REQS
