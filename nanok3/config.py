@@ -317,6 +317,10 @@ class EngineConfig:
                 f"num_drafts: expected at least 0, found {self.num_drafts}",
             ),
             (
+                self.adaptive_drafts and self.gpus > 1,
+                "adaptive_drafts: each rank would measure other costs; leave it out, or gpus at 1",
+            ),
+            (
                 self.acceptance not in ("block", "standard"),
                 f"acceptance: expected block or standard, found {self.acceptance!r}",
             ),

@@ -146,8 +146,6 @@ class Engine:
                     f"more than the {STEP_ROWS} that a step on a GPU takes; serve at most "
                     f"{STEP_ROWS // num_rows} requests at once (--requests)"
                 )
-        if draft_config is not None and settings.gpus > 1:
-            raise ValueError(f"{draft}: drafts run in one process only so far; leave the draft out")
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
         if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
@@ -184,9 +182,10 @@ class Engine:
             return engine_of(settings, WHOLE, None)
         from nanok3.join import agree, join  # here, for few need it
 
-        group = join(path, settings)
+        draft_dir = None if draft is None else Path(draft)
+        group = join(path, settings, draft_dir)
         try:
-            settings = agree(group, path, config, settings)
+            settings = agree(group, path, config, settings, draft_dir)
             engine = engine_of(settings, group.shard, group.exchange())
             group.loaded()
         except BaseException as error:

@@ -62,7 +62,9 @@ class Runner:
         if draft is not None and settings.num_drafts != 0:
             num_drafts = drafts_of(settings, draft[0])
             many_rows = None if prefill is None else prefill.linear
-            self._drafter = make_drafter(draft, settings, num_blocks + 1, dtype, many_rows)
+            self._drafter = make_drafter(
+                draft, settings, num_blocks + 1, dtype, many_rows, exchange
+            )
         self.manager = CacheManager(
             cache,
             size,
@@ -77,7 +79,10 @@ class Runner:
         )
         one_row = between_ranks(REFERENCE, exchange)
         self._prefill_ops, self._one_row_ops = between_ranks(PREFILL, exchange), one_row
-        self._decode_ops = one_row if settings.strict else between_ranks(DECODE, exchange)
+        self._decode_ops = self._verify_ops = one_row
+        if not settings.strict:
+            self._decode_ops = between_ranks(DECODE, exchange)
+            self._verify_ops = between_ranks(VERIFY, exchange)
         max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
         self.reading = "the reference ops"  # of decode steps, for people
         passes = Passes(self._run_on_cpu, self._buffers, commit_on_cpu(settings.strict), None)
@@ -131,9 +136,7 @@ class Runner:
         columns = max(1, self.manager.blocks_for(int(step.positions.max()) + 1))
         step = replace(step, block_table=step.block_table[:, :columns])
         cache = self.manager.cache
-        ops = self._decode_ops
-        if step.records is not None and not self.settings.strict:
-            ops = VERIFY
+        ops = self._decode_ops if step.records is None else self._verify_ops
         model.forward(self.config, self.weights, cache, step, buf, ops, self._taps)
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanok3.cache import Cache, allocate_cache
+from nanok3.comm.exchange import Exchange
 from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.graph import Capture, Health, Run, buckets
 from nanok3.packing import Packed
@@ -21,6 +22,7 @@ from nanok3.spec.draft import (
     DraftOps,
     allocate_draft_buffers,
     allocate_draft_cache,
+    between_ranks,
 )
 from nanok3.spec.draft_weights import DraftWeights, build_draft, draft_table
 from nanok3.spec.drafter import Drafter
@@ -52,8 +54,10 @@ def make_drafter(
     num_blocks: int,
     dtype: torch.dtype,
     many_rows: Callable[..., None] | None,
+    exchange: Exchange | None,
 ) -> Drafter:
-    """many_rows: on a GPU, `linear` for the rows of prompts. Packs the weights there."""
+    """many_rows: on a GPU, `linear` for the rows of prompts. Packs the weights there. exchange: of
+    a rank with peers."""
     config, weights = draft
     ops: DraftOps = REFERENCE
     if many_rows is not None:
@@ -61,6 +65,8 @@ def make_drafter(
         from nanok3.draft_packing import pack_draft
 
         ops, weights = draft_kernels(many_rows), pack_draft(weights)
+    if not config.owns_vocab:
+        ops = between_ranks(ops, exchange)
     return Drafter(
         config,
         weights,

@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capacity": {"config", "cards", "count", "packing", "plan", "spec"},
     "spec": {  # knows no requests
         *("config", "config_check", "config_rules", "checkpoint", "weight_table", "reference"),
-        *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec"),
+        *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec", "comm"),
     },
     "spec_decode": {
         *("cache", "decode", "mirror", "reference", "sampling", "spec", "step", "uniform"),
@@ -106,6 +106,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "draft_ops": {"kernels", "packing", "reference", "spec"},
     "speculation": {
         *("cache", "config", "draft_ops", "draft_packing", "graph", "packing", "reference", "step"),
+        "comm",
         *("spec", "spec_decode", "spec_steps", "spec_loop", "workspaces"),
     },
     "scheduler": {"cache", "loop", "request", "reuse", "runner"},
