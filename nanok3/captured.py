@@ -62,8 +62,8 @@ def gpu_decode(
     height = 1 if settings.strict else most  # rows that are computed together, at most
     mega_rows = rows_of_mega(settings)
     mega = Mega(config, weights, cache, size, max_blocks) if mega_rows else None
-    refusal = "it writes no taps for a draft yet" if taps else mega and mega.refusal(height)
-    if mega is not None and refusal:
+    no_taps = "it writes no taps for a draft yet" if taps else ""
+    if mega is not None and (refusal := no_taps or mega.refusal(height)):
         if settings.ops == "mega":
             raise ValueError(f"ops: mega cannot take this model ({refusal}); take auto or chain")
         mega, mega_rows = None, 0

@@ -109,6 +109,7 @@ class SpecLoop:
         self._uncommitted: int | None = None  # rows of the last step that was queued
         self._num_steps = 0
         self._attended = False
+        self._wide_stops: Tensor | None = None
         self._readback = Readback(self.state.result, PLACES)
         self._health = health
         self._words = Readback(health.words, PLACES) if health else None
@@ -151,6 +152,11 @@ class SpecLoop:
         self._survival = [self._drafting[r]["survival"] for r in requests]
         self._unread = 0  # steps queued since these were so
         self._fill(requests, options)
+        self._wide_stops = None  # more ids than the state has room for
+        if (width := options.stop_ids.shape[1]) > STOP_WIDTH:
+            padding = torch.full((self._size - len(requests), width), -1)
+            stop_ids = torch.cat([options.stop_ids, padding])
+            self._wide_stops = stop_ids.to(self.state.logits.device)
         if options.uses_counts:
             count_ids(requests, self.state.counts, self.state.prompt_seen)
         self._memory.upload()
@@ -300,13 +306,9 @@ class SpecLoop:
         return self._steps.rows_for(most)
 
     def _accept_now(self, num_rows: int) -> None:
-        options, size = self._options, self._size
-        width = options.stop_ids.shape[1]
-        stop_ids = None
-        if width > STOP_WIDTH:
-            padding = torch.full((size - len(self.batch), width), -1)
-            stop_ids = torch.cat([options.stop_ids, padding])
-        self._steps.accept(size, num_rows, options.uses_sort, options.uses_counts, stop_ids)()
+        options, stop_ids = self._options, self._wide_stops
+        variant = options.uses_sort, options.uses_counts
+        self._steps.accept(self._size, num_rows, *variant, stop_ids)()
 
     def measure(self) -> Costs:
         """Of steps on this machine, while there is no batch."""

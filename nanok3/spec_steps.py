@@ -103,8 +103,7 @@ class SpecSteps:
         def make() -> Run:
             state = self.memory.first(size, num_rows, sort, counts)
             if stop_ids is not None:
-                wide = replace(state.options, stop_ids=stop_ids.to(state.logits.device))
-                state = replace(state, options=wide)
+                state = replace(state, options=replace(state.options, stop_ids=stop_ids))
             return partial(accept, state, self._rule, self._fallback)
 
         if stop_ids is not None:

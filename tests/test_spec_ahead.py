@@ -15,7 +15,7 @@ from scripted_drafts import follows, script_drafts
 
 from nanok3.cache import Snapshot
 from nanok3.engine import Engine
-from nanok3.graph import buckets
+from nanok3.graph import Health, buckets
 from nanok3.request import Result
 from nanok3.sampling import SamplingParams
 from nanok3.spec.budget import CostCurve, Costs
@@ -127,8 +127,8 @@ def test_sampled_replies_do_not_depend_on_the_path(draft: str) -> None:
     right = run(waiting, prompts, params)
     found = run(ahead_engine(draft, max_num_reqs=4), prompts, params)
     assert [r.token_ids for r in found] == [r.token_ids for r in right]
-    alone = [run(ahead_engine(draft), [p], [o])[0] for p, o in zip(prompts, params, strict=True)]
-    assert [r.token_ids for r in alone] == [r.token_ids for r in right]
+    alone = run(ahead_engine(draft, max_num_reqs=1), prompts[:2], params[:2])
+    assert [r.token_ids for r in alone] == [r.token_ids for r in right[:2]]
 
 
 def kept(engine: Engine) -> list[Snapshot]:
@@ -240,3 +240,33 @@ def test_a_rest_is_known_one_step_late(truth: dict[int, list[int]]) -> None:
         widths += [queued.num_rows for queued in loop._queued]
     assert request.ids == truth[1]
     assert widths[:16] == [8] * 16 and set(widths[17:]) == {1}
+
+
+def test_a_step_that_gave_up_ends_its_requests_and_the_next_ones_are_served(
+    truth: dict[int, list[int]],
+) -> None:
+    engine = ahead_engine(readable=True, max_num_reqs=2)
+    words, cleared = torch.zeros(1, dtype=torch.int64), []
+
+    def clear() -> None:
+        words.zero_()
+        cleared.append(True)
+
+    def failure(found: list[int], *others: int) -> str | None:
+        return "a wait gave up" if found[0] else None
+
+    old: Any = engine._runner.loop
+    loop = SpecLoop(old._steps, True, Health(words, failure, clear))
+    engine._runner.loop = engine._scheduler._loop = loop
+    script_drafts(engine, follows(padded(truth), mixed), padded(truth))
+    requests = [engine.submit_ids(prompt(n), greedy(LENGTH), None) for n in (1, 2)]
+    while min(r.num_output for r in requests) < 3:
+        engine.step()
+    words.fill_(1)
+    engine.run(requests)
+    for r in requests:
+        assert (r.finish_reason, r.error) == ("error", "a wait gave up")
+        assert r.ids == truth[r.ids[0]][: len(r.ids)]
+    assert cleared == [True]
+    after = run(engine, [prompt(3)], [greedy(LENGTH)])
+    assert prompt(3) + after[0].token_ids == truth[3]
