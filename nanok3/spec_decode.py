@@ -149,11 +149,12 @@ def accept(state: SpecState, rule: Rule, fallback: Fallback) -> None:
     law = law.unflatten(0, (num_reqs, num_rows))
 
     # 2. which drafts stand, and the id after them
-    seeds, place = state.options.seeds, state.positions + 1
-    stream = (ACCEPT + NUM_STREAMS * state.num_drafted)[:, None]
-    chances = uniform(seeds[:, None], place[:, None] + index[:k], stream)
-    next_chance = uniform(seeds, place, TARGET)
-    verified = verify(law, laws, drafts, state.lengths, chances, next_chance, rule)
+    seeds, place = state.options.seeds[:, None], state.positions[:, None] + 1
+    stream = (ACCEPT + NUM_STREAMS * state.num_drafted)[:, None].expand(-1, k)
+    streams = torch.cat([torch.full_like(place, TARGET), stream], dim=1)
+    places = torch.cat([place, place + index[:k]], dim=1)
+    chances = uniform(seeds, places, streams)  # [R, Q], of the id after the drafts, of each draft
+    verified = verify(law, laws, drafts, state.lengths, chances[:, 1:], chances[:, 0], rule)
     accepted = verified.num_accepted[:, None]
     ids = torch.cat([drafts, torch.full_like(accepted, NO_ID)], dim=1)
     ids = ids.masked_fill(index >= accepted, NO_ID).scatter(1, accepted, verified.next_ids[:, None])
