@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +97,32 @@ def test_served_drafts_stand_where_teacher_forced_ones_do() -> None:
         total += len(mine)
     print(f"{agreed} of {total} windows")
     assert total > 40 and agreed >= 0.97 * total  # two logits may nearly tie
+
+
+def test_a_form_and_logprobs_beside_drafts() -> None:
+    """A request whose form must see every id, one with log-probabilities and one with neither, in
+    one batch: as without drafts, and the others still draft."""
+    wanted: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("What does os.path.join do?", {}, {"response_format": {"type": "json_object"}}),
+        ("What is 47 + 85?", {"logprobs": 2}, {}),
+        ("Hello!", {}, {}),
+    ]
+    results = []
+    for draft in (None, PACKAGED_DRAFT):
+        settings = EngineConfig(max_num_reqs=3, break_even=0.0, num_snapshots=0)
+        engine = Engine.load(PACKAGED_MODEL, draft=draft, settings=settings)
+        requests = [
+            engine.submit(
+                text, engine.sampling(temperature=0.0, max_tokens=24, **o), thinking=False, **more
+            )
+            for text, o, more in wanted
+        ]
+        engine.run(requests)
+        results.append([r.result() for r in requests])
+    loop = engine._runner.loop
+    assert isinstance(loop, SpecLoop) and loop.acceptance.mean_length > 2
+    for found, right in zip(results[1], results[0], strict=True):
+        assert (found.token_ids, found.text) == (right.token_ids, right.text)
+    pairs = zip(results[1][1].logprobs or [], results[0][1].logprobs or [], strict=True)
+    for a, b in pairs:
+        assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, abs=1e-3)
