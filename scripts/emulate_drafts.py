@@ -1,24 +1,33 @@
-"""Decoding with drafts as the engine sets it up for a GPU, on the emulator: a model of three layers
-(KDA with a dense and with a routed MLP, MLA) and drafts that a script writes.
+"""Decoding with drafts as the engine sets it up for a GPU, on the emulator of `tests/ptx`.
 
-What graphs would replay is called instead; all else is what a GPU runs: the chain over Q rows, the
-taps, the records and their commit, prompts, the loop that queues a step before the last is read.
+    python scripts/emulate_drafts.py        (some minutes on one core)
+
+A model of three layers (KDA with a dense and with a routed MLP, MLA) and drafts that a script
+writes. What graphs would replay is called instead; all else is what a GPU runs: the chain over Q
+rows, the taps, the records and their commit, prompts, the loop that queues a step before the last
+is read. Fails where an id, a state or a cached row is not that of decoding without drafts.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 from compare import check_close
 from drafts import draft_weights, tiny_inferact
+from kernels.conftest import KERNELS
 from packed import narrowed, pack_fields
+from ptx.launch import CudaIsCpu, Emulator
 from scripted_drafts import follows, script_drafts
 from tiny import random_fields, tiny_config
-
-pytest.importorskip("cutlass")
-from ptx.launch import Emulator
 
 from nanok3 import runner, speculation
 from nanok3.config import EngineConfig, GenerationDefaults
@@ -62,19 +71,11 @@ def make_engine(draft: bool) -> Engine:
     return Engine(CONFIG, weights, None, settings, GenerationDefaults(), w if draft else None)
 
 
-@pytest.fixture
-def as_graphs(emulated: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    del emulated
-
-    def as_it_is() -> Any:
-        return lambda run: run
-
-    for module in (speculation, runner):
-        monkeypatch.setattr(module, "Capture", as_it_is)
+def as_it_is() -> Any:
+    return lambda run: run
 
 
-@pytest.mark.slow
-def test_drafts_change_no_id_and_no_cache(as_graphs: None) -> None:
+def check() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
     plain = make_engine(draft=False)
     right = plain.submit_ids(list(PROMPT), params, None)
@@ -99,3 +100,19 @@ def test_drafts_change_no_id_and_no_cache(as_graphs: None) -> None:
         for e, s in ((engine, mine), (plain, theirs))
     ]
     check_close(*latents, 0.02, "latents")
+    print(f"{loop.acceptance.mean_length:.2f} tokens a step, all as without drafts")
+
+
+def main() -> None:
+    patch = pytest.MonkeyPatch()
+    for module in (speculation, runner):
+        patch.setattr(module, "Capture", as_it_is)
+    with tempfile.TemporaryDirectory() as folder, CudaIsCpu():
+        emulator = Emulator(folder)
+        for name, weights in KERNELS.items():
+            emulator.install(patch, importlib.import_module(f"nanok3.kernels.{name}"), weights)
+        check()
+
+
+if __name__ == "__main__":
+    main()
