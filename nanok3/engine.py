@@ -26,7 +26,6 @@ from nanok3.chat import DEFAULT_EFFORT, render
 from nanok3.checkpoint import Checkpoint
 from nanok3.comm.exchange import Exchange
 from nanok3.config import (
-    STEP_ROWS,
     WHOLE,
     EngineConfig,
     GenerationDefaults,
@@ -50,7 +49,7 @@ from nanok3.sampling import SamplingParams
 from nanok3.scheduler import Scheduler
 from nanok3.spec.config import DraftConfig, load_draft_config
 from nanok3.spec.draft_weights import DraftWeights, build_draft, load_draft
-from nanok3.speculation import drafts_of
+from nanok3.speculation import step_problems
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weight_table import Filler, expected_tensors
 from nanok3.weights import Weights, build
@@ -130,22 +129,17 @@ class Engine:
         problems += shard.problems(config)
         if device != "cpu":
             problems += layout_problems(config, shard)
-        if not problems:
-            planned = make_plan(config, shard, settings)
-            problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
         if problems:
             raise ValueError("\n".join(problems))
         draft_config = None if draft is None else load_draft_config(Path(draft))
-        if draft_config is not None and (problems := draft_config.problems(config)):
-            raise ValueError("\n".join(f"{draft}: {problem}" for problem in problems))
-        if draft_config is not None and device != "cpu":
-            num_rows = drafts_of(settings, draft_config) + 1
-            if settings.max_num_reqs * num_rows > STEP_ROWS:
-                raise ValueError(
-                    f"{draft}: {num_rows} rows of each of {settings.max_num_reqs} requests are "
-                    f"more than the {STEP_ROWS} that a step on a GPU takes; serve at most "
-                    f"{STEP_ROWS // num_rows} requests at once (--requests)"
-                )
+        if draft_config is not None:
+            refused = draft_config.problems(config) + step_problems(settings, draft_config)
+            if refused:
+                raise ValueError("\n".join(f"{draft}: {problem}" for problem in refused))
+        planned = make_plan(config, shard, settings, draft_config)
+        problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
+        if problems:
+            raise ValueError("\n".join(problems))
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
         if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
@@ -182,10 +176,9 @@ class Engine:
             return engine_of(settings, WHOLE, None)
         from nanok3.join import agree, join  # here, for few need it
 
-        draft_dir = None if draft is None else Path(draft)
-        group = join(path, settings, draft_dir)
+        group = join(path, settings, None if draft is None else Path(draft))
         try:
-            settings = agree(group, path, config, settings, draft_dir)
+            settings = agree(group, path, config, settings, draft_config)
             engine = engine_of(settings, group.shard, group.exchange())
             group.loaded()
         except BaseException as error:

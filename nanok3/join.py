@@ -23,6 +23,7 @@ from nanok3.config import EngineConfig, ModelConfig, Shard
 from nanok3.launch import Followers, spanning_lines, started_by
 from nanok3.lockstep import Leader
 from nanok3.plan import LATENTS, Plan, make_plan
+from nanok3.spec.config import DraftConfig
 
 LOAD_S = 3600.0  # between the first rank that has loaded its weights and the last
 MEMORY_DIR = Path("/dev/shm")  # else where temporary files are
@@ -118,13 +119,13 @@ def agree(
     model_dir: Path,
     config: ModelConfig,
     settings: EngineConfig,
-    draft_dir: Path | None = None,
+    draft: DraftConfig | None = None,
 ) -> EngineConfig:
     """The settings that all ranks serve with."""
-    plan = make_plan(config, group.shard, settings)
+    plan = make_plan(config, group.shard, settings, draft)
     mine = {
         "model": hash_of(repr(config).encode(), *_small_files(model_dir)),
-        "draft": "" if draft_dir is None else hash_of((draft_dir / "config.json").read_bytes()),
+        "draft": hash_of(repr(draft).encode()),
         "code": code_hash(),
         "settings": hash_of(repr(settings).encode()),
         "num_blocks": blocks_that_fit(plan, free_bytes(group.host.place)),

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nanok3.cache import Cache, allocate_cache
 from nanok3.comm.exchange import Exchange
-from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
+from nanok3.config import STEP_ROWS, WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.graph import Capture, Health, Run, buckets
+from nanok3.loop import PLACES
 from nanok3.packing import Packed
 from nanok3.reference.embed import EmbedWeights
 from nanok3.reference.kda_records import Commit, allocate_records
@@ -41,6 +42,17 @@ def drafts_of(settings: EngineConfig, c: DraftConfig) -> int:
     """K."""
     most = c.block_size
     return most if settings.num_drafts is None else min(settings.num_drafts, most)
+
+
+def step_problems(settings: EngineConfig, c: DraftConfig) -> list[str]:
+    """Reasons, one a line, why steps with this draft cannot run; empty if they can."""
+    num_rows, most = drafts_of(settings, c) + 1, settings.max_num_reqs
+    if settings.device == "cpu" or most * num_rows <= STEP_ROWS:
+        return []
+    return [
+        f"{num_rows} rows of each of {most} requests are more than the {STEP_ROWS} that a step on "
+        f"a GPU takes; serve at most {STEP_ROWS // num_rows} requests at once (--requests)"
+    ]
 
 
 def context_rows(settings: EngineConfig, c: DraftConfig) -> int:
@@ -141,41 +153,34 @@ def draft_bytes(
     num_blocks: int,
     dtype: torch.dtype,
     shard: Shard = WHOLE,
-) -> dict[str, int]:
-    """By kind, what a draft adds to an engine with `num_blocks` blocks, trash not counted."""
-    num_drafts, on_gpu = drafts_of(settings, c), settings.device != "cpu"
-    if num_drafts == 0:
-        return {"draft weights": 0, "draft pages": 0, "draft workspace": 0}
+) -> tuple[int, int, int, int]:
+    """Weights, cache, records, and buffers with all that a step leaves for the next: what a draft
+    adds to an engine of so many blocks, beside the taps of prompts."""
+    num_rows, on_gpu = drafts_of(settings, c) + 1, settings.device != "cpu"
     most, size = settings.max_num_reqs, settings.block_size
-    num_rows = most * (num_drafts + 1)
     pages = allocate_draft_cache(c, num_blocks + 1, size, dtype, "meta")
     own = allocate_draft_buffers(c, context_rows(settings, c), most * c.block_size, dtype, "meta")
     cache = allocate_cache(config, most + 1, 1, size, dtype, "meta", shard)
     layers, slots = cache.state.shape[:2]
-    records = allocate_records(layers, slots, num_drafts + 1, cache.conv_state, cache.state)
+    records = allocate_records(layers, slots, num_rows, cache.conv_state, cache.state)
 
-    def buffers(rows: int, num_taps: int) -> Buffers:
-        return allocate_buffers(config, rows, rows, dtype, "meta", shard, num_taps=num_taps)
+    def buffers(rows: int, num_taps: int) -> dict[str, Any]:
+        made = allocate_buffers(config, rows, rows, dtype, "meta", shard, num_taps=num_taps)
+        return without_parts(made)
 
-    target = buffers(num_rows, len(c.taps))
+    target = buffers(most * num_rows, len(c.taps))
     longest = min(num_blocks, -(-config.max_position_embeddings // size))
-    memory = SpecMemory(longest, size, most, num_drafts, target.logits, records)
-    taps = settings.prefill_chunk * len(c.taps) * c.hidden_size * dtype.itemsize
-    workspace = taps + tensor_bytes((own, records, without_parts(target), memory.state))
+    state = SpecMemory(longest, size, most, num_rows - 1, target["logits"], records)
+    taken = tensor_bytes((own, target, state.state))
     if on_gpu:  # in the place of what decoding without drafts has
-        spaces = (
-            decode_spaces(config, shard, num_rows, num_queries=num_drafts + 1),
-            decode_spaces(config, shard, most),
-        )
-        workspace += spaces_bytes(spaces[0]) - spaces_bytes(spaces[1])
-        workspace -= tensor_bytes(without_parts(buffers(most, 0)))
-        workspace += ROW_BYTES * num_rows * config.vocab_size
-        workspace += attention_bytes(c, most, longest * size)
-    return {
-        "draft weights": weight_bytes(c, dtype, on_gpu),
-        "draft pages": pages.nbytes,
-        "draft workspace": workspace,
-    }
+        spaces = decode_spaces(config, shard, most * num_rows, num_queries=num_rows)
+        taken += spaces_bytes(spaces) - spaces_bytes(decode_spaces(config, shard, most))
+        taken -= tensor_bytes(buffers(most, 0))
+        taken += ROW_BYTES * most * num_rows * config.vocab_size
+        taken += attention_bytes(c, most, longest * size)
+    else:  # on a GPU these are the host's
+        taken += state.mirror.memory.nbytes + PLACES * state.state.result.nbytes
+    return weight_bytes(c, dtype, on_gpu), pages.nbytes, tensor_bytes(records), taken
 
 
 def weight_bytes(c: DraftConfig, dtype: torch.dtype, on_gpu: bool) -> int:
@@ -186,7 +191,9 @@ def weight_bytes(c: DraftConfig, dtype: torch.dtype, on_gpu: bool) -> int:
 
     none = torch.empty(0, 32, dtype=dtype, device="meta")
     shared: Any = Packed(none, None)  # type: ignore[arg-type]
-    return tensor_bytes(pack_draft(build_draft(c, made.__getitem__, EmbedWeights(none, 0), shared)))
+    packed = pack_draft(build_draft(c, made.__getitem__, EmbedWeights(none, 0), shared))
+    tables = tuple(layer.attn.rope for layer in packed.layers)
+    return tensor_bytes(packed) - tensor_bytes(tables)
 
 
 def attention_bytes(c: DraftConfig, num_reqs: int, context: int) -> int:

@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # ranks as processes
     "launch": {"comm", "exits"},
     "lockstep": {"comm", "exits", "request", "sampling"},
-    "join": {"comm", "config", "launch", "lockstep", "plan"},
+    "join": {"comm", "config", "launch", "lockstep", "plan", "spec"},
     # text and ids
     "uniform": set(),
     "sampling": {"uniform"},
@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {
         *("config", "weight_table", "packing", "cache", "step", "decode", "workspaces"),
-        *("runner", "device", "mega_sizes", "reference", "spec"),
+        *("runner", "device", "mega_sizes", "spec", "speculation"),
     },
     "cards": set(),
     "capacity": {"config", "cards", "count", "packing", "plan", "spec"},
@@ -107,7 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "speculation": {
         *("cache", "config", "draft_ops", "draft_packing", "graph", "packing", "reference", "step"),
         "comm",
-        *("spec", "spec_decode", "spec_steps", "spec_loop", "workspaces"),
+        *("spec", "spec_decode", "spec_steps", "spec_loop", "loop", "workspaces"),
     },
     "scheduler": {"cache", "loop", "request", "reuse", "runner"},
     "engine": {
