@@ -19,7 +19,7 @@ from nanok3.graph import Health
 from nanok3.kernel_ops import Kernels
 from nanok3.mega_ops import MAX_ROWS, Mega
 from nanok3.ops import Ops
-from nanok3.reference.kda_records import Commit, commit_masked, kda_recorded_ref
+from nanok3.reference.kda_records import Commit, kda_recorded_ref
 from nanok3.step import Buffers, Step, allocate_buffers
 from nanok3.weights import Weights
 
@@ -61,27 +61,27 @@ def gpu_decode(
     buffers = allocate_buffers(config, most, most, dtype, device, num_taps=len(taps))
     height = 1 if settings.strict else most  # rows that are computed together, at most
     mega_rows = rows_of_mega(settings)
-    mega = Mega(config, weights, cache, size, max_blocks) if mega_rows else None
-    no_taps = "it writes no taps for a draft yet" if taps else ""
-    if mega is not None and (refusal := no_taps or mega.refusal(height)):
+    mega = Mega(config, weights, cache, size, max_blocks, taps=taps) if mega_rows else None
+    if mega is not None and (refusal := mega.refusal(height)):
         if settings.ops == "mega":
             raise ValueError(f"ops: mega cannot take this model ({refusal}); take auto or chain")
         mega, mega_rows = None, 0
-    chain = Kernels(config, most, device, num_queries=num_queries).record()
+    kernels = Kernels(config, most, device, num_queries=num_queries)
+    chain = kernels.record()
     if settings.strict:  # rows that begin from recorded ones
         chain = replace(chain, kda_recorded=kda_recorded_ref)
 
     def forward(step: Step, buf: Buffers) -> None:
-        if mega is not None and len(step.input_ids) <= mega_rows:
+        one_by_one = settings.strict and step.records is not None
+        if mega is not None and len(step.input_ids) <= mega_rows and not one_by_one:
             mega.run(step, buf)
         else:
             model.forward(config, weights, cache, step, buf, chain, taps)
 
     if mega is None:
-        return GpuDecode(buffers, forward, chain, commit_masked, None, "the chain of kernels")
+        return GpuDecode(buffers, forward, chain, kernels.commit, None, "the chain of kernels")
     reading = "the persistent kernel"
     if height > mega_rows:
         steps = "of one row" if mega_rows == 1 else f"up to {mega_rows} rows"
         reading += f" for steps {steps}, the chain of kernels above"
-    health = mega.health(rows=1 if settings.strict else None)
-    return GpuDecode(buffers, forward, chain, commit_masked, health, reading)
+    return GpuDecode(buffers, forward, chain, kernels.commit, mega.health(), reading)

@@ -54,7 +54,7 @@ class Health:
     """What kernels leave when they gave up, for the host to look at beside a step's results."""
 
     words: Tensor  # whole numbers on the device, at an address that does not change
-    failure: Callable[[list[int], int], str | None]  # of those words after a step of so many rows
+    failure: Callable[[list[int]], str | None]  # of those words after a step
     clear: Callable[[], None]  # makes the next step start clean, once no step is queued
 
 

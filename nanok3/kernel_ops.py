@@ -18,18 +18,20 @@ from nanok3.kernels.embed import embed
 from nanok3.kernels.expert_down import expert_down
 from nanok3.kernels.expert_up import expert_up
 from nanok3.kernels.gemv import gemv
-from nanok3.kernels.kda_decode import kda_decode
+from nanok3.kernels.kda_commit import kda_commit
+from nanok3.kernels.kda_decode import kda_decode, kda_recorded
 from nanok3.kernels.mla_decode import Shape as MLAShape
 from nanok3.kernels.mla_decode import mla_decode, num_splits
 from nanok3.kernels.mla_latent import mla_latent
 from nanok3.kernels.mla_merge import mla_merge
 from nanok3.kernels.rms_norm import rms_norm
 from nanok3.kernels.route import route
+from nanok3.kernels.tap import tap
 from nanok3.ops import Ops, stay
 from nanok3.packing import Packed, PackedMLA
-from nanok3.reference.attn_res import AttnResWeights, tap_ref
+from nanok3.reference.attn_res import AttnResWeights
 from nanok3.reference.experts import ExpertWeights
-from nanok3.reference.kda_records import kda_recorded_ref
+from nanok3.reference.kda_records import KDARecords
 from nanok3.reference.linear import GateUpWeights, LatentUpWeights
 from nanok3.reference.router import RouterWeights
 from nanok3.workspaces import allocate, decode_spaces
@@ -66,20 +68,32 @@ class Kernels:
             attn_res=self.attn_res,
             linear=self.linear,
             kda=kda_decode,
-            kda_recorded=kda_recorded_ref,  # TODO: issue 5, a kernel
+            kda_recorded=kda_recorded,
             mla_latent=self.mla_latent,
             mla=self.mla,
             gate_up=self.gate_up,
             moe_in=self.moe_in,
             route=self.route,
             experts=self.experts,
-            tap=tap_ref,
+            tap=tap,
             latent_up=self.latent_up,
             lm_head=self.lm_head,
             all_reduce=stay,
             all_gather=stay,
             reduce_moe=stay,
         )
+
+    def commit(
+        self,
+        conv_state: Tensor,
+        state: Tensor,
+        records: KDARecords,
+        state_slots: Tensor,
+        counts: Tensor,
+    ) -> None:
+        """After a step whose rows were recorded: the first counts[r] rows of each request stand.
+        All layers' states, in place, in one launch; state_slots, counts [R] i64 on the device."""
+        kda_commit(conv_state, state, records, state_slots, counts)
 
     def attn_res(
         self, delta: Tensor, streams: Tensor, w: AttnResWeights, fresh: bool, *, out: Tensor

@@ -189,7 +189,7 @@ class DecodeLoop:
         """Of the step whose results were just read."""
         if self._words is None or self._health is None:
             return None
-        failure = self._health.failure(self._words.read(place), self._size)
+        failure = self._health.failure(self._words.read(place))
         self._failed = self._failed or failure is not None
         return failure
 

@@ -30,7 +30,7 @@ from nanok3.kernels.mega.launch import (
     sync_part,
     work_of,
 )
-from nanok3.kernels.mega.role import HEALTH, NEXT_SIGNAL, SYNC_SHIFT, WORDS
+from nanok3.kernels.mega.role import HEALTH, NEXT_SIGNAL, PROGRAMS, SYNC_SHIFT, WORDS
 from nanok3.kernels.mega.sizes import PASS, Sizes
 from nanok3.mega_sizes import sizes_of
 from nanok3.step import Buffers, Step
@@ -53,8 +53,9 @@ def names_of(record: type) -> Any:
     return record(**names)
 
 
-def texts(config: ModelConfig) -> dict[str, Text]:
-    """The functions of the model that this model's layers need, each of a record of ops."""
+def texts(config: ModelConfig, recorded: bool = False, tapped: bool = False) -> dict[str, Text]:
+    """The functions of the model that this model's layers need, each of a record of ops. recorded:
+    KDA's rows may be rolled back; tapped: a draft reads some layers' streams."""
     step, buf = names_of(Step), names_of(Buffers)
 
     def layer(kind: str) -> Any:
@@ -67,12 +68,18 @@ def texts(config: ModelConfig) -> dict[str, Text]:
 
     name: Any = str  # a name where other readings have a tensor
 
+    def tap(ops: Any) -> None:  # each layer's entry of the table says whether it is tapped
+        if tapped:
+            ops.tap(buf.delta, name("streams"), out=buf.taps)
+
     def kda(ops: Any) -> None:
+        tap(ops)
         conv_state, state, streams = name("conv_state"), name("state"), name("streams")
-        fresh = name("attn.fresh")
-        model.kda_layer(layer("kda"), conv_state, state, streams, fresh, step, buf, ops)
+        fresh, records = name("attn.fresh"), name("records") if recorded else None
+        model.kda_layer(layer("kda"), conv_state, state, streams, fresh, step, buf, ops, records)
 
     def mla(ops: Any) -> None:
+        tap(ops)
         latent, streams, fresh = name("latent"), name("streams"), name("attn.fresh")
         model.mla_layer(layer("mla"), latent, streams, fresh, step, buf, ops)
 
@@ -107,10 +114,15 @@ def texts(config: ModelConfig) -> dict[str, Text]:
 
 
 def table_of(
-    config: ModelConfig, w: Weights, cache: Cache, numbers: Sequence[int] | None = None
+    config: ModelConfig,
+    w: Weights,
+    cache: Cache,
+    numbers: Sequence[int] | None = None,
+    taps: Sequence[int] = (),
 ) -> tuple[Tensor, list[Tensor]]:
     """Rows of `fields` for the layers of `w` and for the head -> [L + 1, 32] i64, and the tensors
-    whose addresses it holds. `numbers` of the layers in the model; packed weights."""
+    whose addresses it holds. `numbers` of the layers in the model; packed weights; `taps` as
+    `model.forward` takes them."""
     kept: list[Tensor] = []
     rows = []
     numbers = range(len(w.layers)) if numbers is None else numbers
@@ -120,6 +132,7 @@ def table_of(
     for at, (i, layer) in enumerate(zip(numbers, w.layers, strict=True)):
         entries = layer_entries(config, i, layer, cache)
         entries |= {"next.score": following[at].score, "next.streams": streams[at + 1]}
+        entries["tap"] = taps.index(i) * config.hidden_size if i in taps else -1
         rows.append(row_of(entries, kept))
     head: dict[str, Any] = {
         "output.norm": w.output_res.norm,
@@ -166,7 +179,7 @@ def layer_entries(config: ModelConfig, i: int, w: LayerWeights, cache: Cache) ->
     if is_kda:
         k = config.kda_layer_ids.index(i)
         entries |= {"kda.in_proj": w.in_proj, "kda.conv_state": cache.conv_state[k]}
-        entries |= {"kda.state": cache.state[k]}
+        entries |= {"kda.state": cache.state[k], "kda.index": k}
         for name in ("conv", "f_b", "A_log", "dt_bias", "o_norm"):
             entries[f"kda.{name}"] = getattr(attn, name)
     else:
@@ -194,9 +207,12 @@ def layer_entries(config: ModelConfig, i: int, w: LayerWeights, cache: Cache) ->
 
 
 @functools.cache
-def program_of(config: ModelConfig, sizes: Sizes, whole: bool, **options: Any) -> Program:
+def program_of(
+    config: ModelConfig, sizes: Sizes, whole: bool, recorded: bool, tapped: bool, **options: Any
+) -> Program:
     """One for all that run the same: it takes some seconds to compile."""
-    return Program(sizes, texts(config), whole=whole, **options)
+    text = texts(config, recorded, tapped)
+    return Program(sizes, text, whole=whole, recorded=recorded, tapped=tapped, **options)
 
 
 @dataclass(frozen=True)
@@ -212,8 +228,8 @@ class Space:
 class Mega:
     """Runs steps of up to 8 rows of a rank; `whole`: embedding to logits, else layers only.
 
-    Steps of one row and of more are two programs, with counters and words of their own. All steps
-    run on one stream.
+    Steps of one row, of more, and of rows that are recorded are three programs, with counters and
+    words of their own. All steps run on one stream.
     """
 
     def __init__(
@@ -227,26 +243,28 @@ class Mega:
         shard: Shard = WHOLE,
         whole: bool = True,
         layers: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
         **options: Any,
     ) -> None:
         """w: packed (`packing.py`); layers: their numbers in the model, all of them if
-        not given; options: of `Program`."""
+        not given; taps: as `model.forward` takes them; options: of `Program`."""
         self.config, self.weights, self.cache, self.shard = config, w, cache, shard
         self.numbers = list(range(len(w.layers)) if layers is None else layers)
         self._block_size, self._max_blocks = block_size, max_blocks
         self._whole, self._options = whole, options
-        self._table, self._kept = table_of(config, w, cache, layers)
+        self._num_taps = len(taps)
+        self._table, self._kept = table_of(config, w, cache, layers, taps)
         self.sync = sync_of(str(self._table.device))
         self._spaces: list[Space] = []
         self.space = functools.cache(self._space)
-        self._last_rows = 1  # of the last step
 
-    def _space(self, pass_rows: int) -> Space:
+    def _space(self, pass_rows: int, recorded: bool = False) -> Space:
         device = self._table.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         sizes = sizes_of(self.config, self.shard, pass_rows, sms, self._block_size)
-        program = program_of(self.config, sizes, self._whole, **self._options)
-        place, work = int(pass_rows > 1), work_of(program, str(device))
+        variant = self._whole, recorded, self._num_taps > 0
+        program = program_of(self.config, sizes, *variant, **self._options)
+        place, work = int(pass_rows > 1) + recorded, work_of(program, str(device))
         space = Space(program, place, work, stamps_of(program, str(device)))
         self._spaces.append(space)
         clear(self.sync, *(space.work for space in self._spaces))
@@ -261,18 +279,19 @@ class Mega:
             return str(error)
         return ""
 
-    def space_of(self, num_rows: int) -> Space:
-        return self.space(1 if num_rows == 1 else PASS)
+    def space_of(self, num_rows: int, recorded: bool = False) -> Space:
+        return self.space(PASS, True) if recorded else self.space(1 if num_rows == 1 else PASS)
 
     def run(self, step: Step, buf: Buffers) -> None:
         """One launch. Logits go to `buf.logits_part`; with layers only, `buf.delta` is read and
-        left as the last layer's."""
+        left as the last layer's. With `step.records` KDA's states are only read; taps go to
+        `buf.taps`."""
         tokens = len(step.input_ids)
         assert 1 <= tokens <= MAX_ROWS, f"{tokens} rows; the persistent kernel takes up to 8"
         assert step.block_table.shape[1] <= self._max_blocks and step.block_table.is_contiguous()
         assert isinstance(buf.streams, Tensor)
-        space = self.space_of(tokens)
-        self._last_rows = tokens
+        assert buf.taps.shape[1] == self._num_taps * self.config.hidden_size
+        space = self.space_of(tokens, step.records is not None)
         if space.stamps is not None:
             space.stamps.zero_()
         arguments = Arguments(
@@ -290,6 +309,8 @@ class Mega:
             topk_ids=buf.topk_ids,
             topk_weights=buf.topk_weights,
             logits=buf.logits_part,
+            taps=buf.taps,
+            records=step.records,
             num_layers=len(self.weights.layers),
             num_blocks=self.cache.latent.shape[1] // self._block_size,
         )
@@ -301,21 +322,23 @@ class Mega:
     def check(self) -> None:
         """MegaError if a wait gave up since the last call; waits for the device. Afterwards the
         next step starts clean."""
-        health = self.health(rows=None)
-        failure = health.failure(health.words.tolist(), self._last_rows)
+        health = self.health()
+        failure = health.failure(health.words.tolist())
         if failure is not None:
             health.clear()
             raise MegaError(failure)
 
-    def health(self, rows: int | None) -> Health:
-        """For a loop that looks at it after each step. rows: of a launch, if not the step's."""
+    def health(self) -> Health:
+        """For a loop that looks at it after each step."""
 
-        def failure(words: list[int], num_rows: int) -> str | None:
-            space = self.space_of(rows or num_rows)
-            own = words[space.place * SYNC_SHIFT // 4 :]
-            return self.describe(space.program, own) if own[HEALTH // 4] else None
+        def failure(words: list[int]) -> str | None:
+            for space in self._spaces:
+                own = words[space.place * SYNC_SHIFT // 4 :]
+                if own[HEALTH // 4]:
+                    return self.describe(space.program, own)
+            return None
 
-        words = self.sync[: 2 * SYNC_SHIFT].view(torch.int32)
+        words = self.sync[: PROGRAMS * SYNC_SHIFT].view(torch.int32)
         return Health(words, failure, self.clear)
 
     def clear(self) -> None:

@@ -362,7 +362,6 @@ class SpecLoop:
         """Of the step whose results were just read."""
         if self._words is None or self._health is None:
             return None
-        words, num_rows = self._words.read(queued.place), self._size * queued.num_rows
-        failure = self._health.failure(words, num_rows)
+        failure = self._health.failure(self._words.read(queued.place))
         self._failed = self._failed or failure is not None
         return failure

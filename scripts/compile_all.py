@@ -36,12 +36,14 @@ from nanok3.kernels import (  # noqa: E402
     expert_prefill,
     expert_up,
     gemv,
+    kda_commit,
     kda_decode,
     mla_decode,
     mla_latent,
     mla_merge,
     rms_norm,
     route,
+    tap,
 )
 from nanok3.kernels.mega.kernel import Program, compile_mega  # noqa: E402
 from nanok3.mega_ops import texts  # noqa: E402
@@ -52,6 +54,7 @@ MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
 KNOWN_STACK = {
     "mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes",
     "mini mega 8 rows": "on Blackwell, 32 bytes; not looked into, none at the sizes of K3",
+    "TP16 mega recorded": "an address, put away while KDA's rows are read, 8 bytes",
 }
 PASSES = (1, 8)  # rows of a pass that launchers ask for
 BLOCK_SIZE = 64
@@ -99,7 +102,11 @@ def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]
     kda = c.linear_attn_config
     kda_shape = kda_decode.Shape(shard.local(kda.num_heads), kda.gate_lower_bound, eps)
     for rows in PASSES:
-        yield named(f"kda_decode {rows} rows", kda_decode.compile_kda_decode, kda_shape, rows)
+        name = f"kda_decode {rows} rows"
+        yield named(name, kda_decode.compile_kda_decode, kda_shape, rows, False)
+    yield named("kda_recorded", kda_decode.compile_kda_decode, kda_shape, PASSES[-1], True)
+    yield named("kda_commit", kda_commit.compile_kda_commit, kda_shape.heads)
+    yield named("tap", tap.compile_tap, c.hidden_size)
     mla = mla_decode.Shape(
         shard.local(c.num_attention_heads),
         c.kv_lora_rank,
@@ -133,14 +140,17 @@ def variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]
 
 
 def mega_variants(label: str, config: ModelConfig, shard: Shard) -> Iterator[Variant]:
-    """The persistent kernel for a whole step."""
+    """The persistent kernel for a whole step, and for one whose rows may be rolled back."""
 
-    def compile_for(pass_rows: int, arch: str) -> Any:
+    def compile_for(pass_rows: int, drafted: bool, arch: str) -> Any:
         sizes = sizes_of(config, shard, pass_rows, SMS[arch], BLOCK_SIZE)
-        return compile_mega(Program(sizes, texts(config), whole=True), arch)
+        text = texts(config, recorded=drafted, tapped=drafted)
+        program = Program(sizes, text, whole=True, recorded=drafted, tapped=drafted)
+        return compile_mega(program, arch)
 
     for rows in PASSES:
-        yield Variant(f"{label} mega {rows} rows", partial(compile_for, rows))
+        yield Variant(f"{label} mega {rows} rows", partial(compile_for, rows, False))
+    yield Variant(f"{label} mega recorded", partial(compile_for, PASSES[-1], True))
 
 
 def resources(cubin: bytes, tool: str | None) -> dict[str, int]:

@@ -443,8 +443,8 @@ def watch(engine: Engine) -> torch.Tensor:
     """Words that stand for what a device's kernels leave: a step fails while one is not zero."""
     words = torch.zeros(2, dtype=torch.int32)
 
-    def failure(found: list[int], num_rows: int) -> str | None:
-        return f"gave up in a step of {num_rows} rows" if found[1] else None
+    def failure(found: list[int]) -> str | None:
+        return "gave up in a step" if found[1] else None
 
     def clear() -> None:
         assert engine._runner.loop.num_queued == 0
@@ -468,7 +468,7 @@ def test_a_step_that_gave_up_ends_its_requests_and_no_others(runs_ahead: bool) -
         engine.step()
     for request, right in zip(running, expected, strict=True):
         result = request.result()
-        assert result.finish_reason == "error" and result.error == "gave up in a step of 3 rows"
+        assert result.finish_reason == "error" and result.error == "gave up in a step"
         assert result.token_ids and result.token_ids == right[: len(result.token_ids)]
     assert words.tolist() == [0, 0] and not waiting[0].done
     check_invariants(engine)

@@ -187,7 +187,7 @@ def test_rejected_rows_may_be_anything(truth: dict[int, list[int]]) -> None:
     commit, poisoned = target.commit, []
 
     def poison(slots: torch.Tensor, counts: torch.Tensor) -> None:
-        num_rows = target.records.decay.shape[2]
+        num_rows = target.records.log_decay.shape[2]
         for i, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
             poisoned.append(num_rows - count)
             target.taps[i * num_rows + count : (i + 1) * num_rows] = float("nan")

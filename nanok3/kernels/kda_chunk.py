@@ -173,8 +173,9 @@ class KDAChunk:
                 to = base + self.triangles_at + warp * TRIANGLE_ROW + lane * 4
                 st_shared_f32(to, select_f32(there, total, Float32(0.0)))
 
-    def solve(self, base, last, warp, lane):
-        """-> o of row `warp`, rounded; column l."""
+    def solve(self, base, last, warp, lane, recorded=False):
+        """-> o of row `warp`, rounded, and f of all rows; column l. recorded: rows may turn out
+        wrong, and even their NaN must not reach those before them."""
         sums = base + self.sums_at + lane * 4
         half = 2 * PASS * SUMS_ROW
         old = [sums + (PASS + t) * SUMS_ROW for t in range(PASS)]
@@ -200,8 +201,14 @@ class KDAChunk:
             for first in range(0, PASS, 4)
             for x in ld_shared_f32x4(triangles + warp * TRIANGLE_ROW + first * 4)
         ]
-        total = (ld_shared_f32(own) + ld_shared_f32(own + half)) + dot(row, errors)
-        return rounded(ld_shared_f32(base + self.tile.scales_at + warp * 16 + 8) * total)
+        known = errors
+        if recorded:
+            known = [
+                select_f32(Int32(warp >= j), error, Float32(0.0)) for j, error in enumerate(errors)
+            ]
+        total = (ld_shared_f32(own) + ld_shared_f32(own + half)) + dot(row, known)
+        o = rounded(ld_shared_f32(base + self.tile.scales_at + warp * 16 + 8) * total)
+        return o, errors
 
     @cute.jit
     def put_errors(self, base: Int32, errors, warp: Int32, lane: Int32):

@@ -16,6 +16,8 @@ Bytes    128 KB of state a request and head, 32 KB of f_b a head (by 4 CTAs, thr
 Grid     a cluster of 4 CTAs for each request and head, one CTA for 32 value columns; 8 warps
          (`kda_tile`). Each CTA convolves q and k and makes the decay for all 128 keys. Rows go in
          passes of up to 8: what does not need the state is made for all rows of a pass at once.
+Records  `kda_recorded` only reads conv_state and state; what would move them goes to `kda_rows`,
+         [slots, rows, ..] at the request's slot: a CTA writes what lies in its columns.
 Waits    weights: none (constant); x, conv_state, state, state_slots: the grid dependency.
 Signals  launch_dependents at once. In the cluster, barrier n being barrier.cluster by all threads:
 
@@ -44,7 +46,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
@@ -65,12 +67,14 @@ from nanok3.dsl import (
     rsqrt_approx,
     sigmoid,
     st_cluster_f32,
+    st_global_f32,
     st_global_u16,
     st_shared_f32,
     st_shared_u32,
     tree,
     warp_sum,
 )
+from nanok3.kernels.kda_rows import KDARows, check_records
 from nanok3.kernels.kda_tile import (
     COLUMNS,
     DIM,
@@ -83,9 +87,12 @@ from nanok3.kernels.kda_tile import (
     VALUE_ROW,
     KDATile,
     convolved,
+    expm1,
 )
 from nanok3.reference.kda import KDAWeights
 from nanok3.reference.kda import kda_ref as kda_ref
+from nanok3.reference.kda_records import KDARecords
+from nanok3.reference.kda_records import kda_recorded_ref as kda_recorded_ref
 
 CTAS = QUARTERS  # of a cluster: 6 heads take 24 SMs
 SUMS_BYTES = PASS * CTAS * 4
@@ -105,13 +112,14 @@ class Shape:
 
 
 class KDADecode:
-    def __init__(self, shape: Shape, pass_rows: int):
+    def __init__(self, shape: Shape, pass_rows: int, recorded: bool):
         assert pass_rows in (1, PASS)
-        self.shape, self.pass_rows = shape, pass_rows
+        self.shape, self.pass_rows, self.recorded = shape, pass_rows, recorded
         self.heads, self.width = shape.heads, shape.heads * DIM
         self.row_bytes = 2 * (4 * self.width + RANK + self.heads)  # of x
         self.window_row = 2 * 3 * self.width  # bytes of a row of conv_state
-        self.tile = KDATile(PASS, shape.lower_bound)
+        self.tile = KDATile(PASS, shape.lower_bound, recorded)
+        self.records = KDARows(shape.heads)
         self.f_a_at = self.tile.num_bytes  # [PASS, RANK] bf16
         self.sums_at = self.f_a_at + PASS * F_A_ROW  # [2, PASS, CTAS], sums of o^2 of each CTA
         self.shared_bytes = self.sums_at + 2 * SUMS_BYTES
@@ -129,13 +137,19 @@ class KDADecode:
         state: Int64,
         state_slots: Int64,
         out: Int64,
+        qkv: Int64,
+        log_decay: Int64,
+        record_key: Int64,
+        record_value: Int64,
         num_reqs: Int32,
         num_rows: Int32,
+        record_rows: Int32,
         stream,
     ):
         self.kernel(
             *(x, conv, f_b, A_log, dt_bias, o_norm),
-            *(conv_state, state, state_slots, out, num_rows),
+            *(conv_state, state, state_slots, out),
+            *(qkv, log_decay, record_key, record_value, num_rows, record_rows),
         ).launch(
             grid=(CTAS, self.heads, num_reqs),
             block=(THREADS, 1, 1),
@@ -157,7 +171,12 @@ class KDADecode:
         state: Int64,
         state_slots: Int64,
         out: Int64,
+        qkv: Int64,
+        log_decay: Int64,
+        record_key: Int64,
+        record_value: Int64,
         num_rows: Int32,
+        record_rows: Int32,
     ):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_arrive_relaxed()
@@ -185,6 +204,7 @@ class KDADecode:
         windows = conv_state + slot * ((TAPS - 1) * self.window_row)
         columns = state + ((slot * self.heads + Int64(head)) * DIM * DIM + Int64(cta * COLUMNS)) * 4
         tail = cute.make_rmem_tensor((TAPS - 1,), Uint32)
+        recorded_row = slot * Int64(record_rows)
         # The taps - 1 rows before the pass: their address and stride.
         history, history_row = windows, Int32(self.window_row)
         parity = Int32(0)
@@ -208,19 +228,30 @@ class KDADecode:
             if first == 0:
                 self.tile.load_state(base, columns, tid)
                 cute.arch.cp_async_commit_group()
-                if warp < 3:  # of this CTA's columns of q, k and v, the inputs to keep
-                    last = num_rows - (TAPS - 1)
-                    self.load_window(
-                        *(rows, windows, history_row, last, warp * self.width + column, tail)
-                    )
+                if const_expr(not self.recorded):  # noqa: SIM102 - one is decided here, one on the GPU
+                    if warp < 3:  # of this CTA's columns of q, k and v, the inputs to keep
+                        last = num_rows - (TAPS - 1)
+                        self.load_window(
+                            *(rows, windows, history_row, last, warp * self.width + column, tail)
+                        )
             for j in cutlass.range_constexpr(2):
                 st_shared_u32(base + self.f_a_at + warp * F_A_ROW + lane * 4 + j * 128, f_a[j])
             cute.arch.sync_threads()
 
             # 3. decay of the pass's rows; convolution; each row's scalars
             f_a_rows = base + self.f_a_at + lane // 4 * F_A_ROW + lane % 4 * 16
-            decays = self.tile.decays(f_b_words, f_a_rows, bias, rate)
-            self.tile.store_decays(base, decays, warp, lane)
+            logs = self.tile.log_decays(f_b_words, f_a_rows, bias, rate)
+            self.tile.store_decays(base, [expm1(g) for g in logs], warp, lane)
+            record = recorded_row + Int64(first)
+            if const_expr(self.recorded):
+                to = log_decay + self.records.numbers(record, head, cta)
+                self.records.put_decays(to, logs, cta, count, warp, lane)
+                if warp % CTAS == cta:  # the thread's channel of q or k is the CTA's
+                    to = qkv + self.records.inputs(record, channel)
+                    self.records.put_channel(to, words[TAPS - 1 :], count)
+                if warp < count:
+                    to = qkv + self.records.inputs(record + Int64(warp), value_channel)
+                    st_global_u16(to, value_words[TAPS - 1])
             for row in cutlass.range_constexpr(self.pass_rows):
                 mixed = convolved(taps, [bf16_low(w) for w in words[row : row + TAPS]])
                 st_shared_f32(base + self.tile.qk_at + row * QK_ROW + tid * 4, mixed)
@@ -230,6 +261,9 @@ class KDADecode:
             cute.arch.sync_threads()
             at = base + self.tile.qk_at + cutlass.min(warp, count - 1) * QK_ROW + lane * 16
             q, k = ld_shared_f32x4(at), ld_shared_f32x4(at + 4 * DIM)
+            if const_expr(self.recorded):
+                to = record_key + self.records.numbers(record, head, cta)
+                self.records.put_key(to, k, cta, count, warp, lane)
             products = warp_sum(self.tile.products_of(q, k))
             self.tile.store_scales(base, self.tile.scales(products, bf16_low(b)), warp, lane)
             cute.arch.sync_threads()
@@ -237,6 +271,11 @@ class KDADecode:
             # 4. the delta rule, row by row
             self.tile.walk(base, count, warp, lane)
             cute.arch.sync_threads()
+            if const_expr(self.recorded):  # noqa: SIM102
+                if warp < count:
+                    value = ld_shared_f32(base + self.tile.update_at + warp * VALUE_ROW + lane * 4)
+                    to = record_value + self.records.numbers(record + Int64(warp), head, cta)
+                    st_global_f32(to + Int64(lane * 4), value)
 
             # 5. sums of o^2 to all CTAs of the cluster, and the norm; the state goes out meanwhile
             o = ld_shared_f32(base + self.tile.out_at + warp * VALUE_ROW + lane * 4)
@@ -245,8 +284,9 @@ class KDADecode:
             if lane < CTAS:
                 st_cluster_f32(mapa_shared(sums + cta * 4, lane), square)
             cute.arch.cluster_arrive()
-            if first + PASS >= num_rows:
-                self.tile.store_state(base, columns, tid)
+            if const_expr(not self.recorded):  # noqa: SIM102
+                if first + PASS >= num_rows:
+                    self.tile.store_state(base, columns, tid)
             cute.arch.cluster_wait()
             mean = tree(list(ld_shared_f32x4(sums))) * Float32(1.0 / DIM)
             y = o * rsqrt_approx(mean + Float32(self.shape.eps)) * norm * sigmoid(bf16_low(gate))
@@ -259,10 +299,11 @@ class KDADecode:
             history_row = Int32(self.row_bytes)
 
         # 6. the window of the next step; every CTA of the cluster has read the old one
-        if warp < 3:
-            for j in cutlass.range_constexpr(TAPS - 1):
-                at = windows + Int64(j * self.window_row + 2 * (warp * self.width + column))
-                st_global_u16(at, tail[j])
+        if const_expr(not self.recorded):  # noqa: SIM102
+            if warp < 3:
+                for j in cutlass.range_constexpr(TAPS - 1):
+                    at = windows + Int64(j * self.window_row + 2 * (warp * self.width + column))
+                    st_global_u16(at, tail[j])
 
     # ---- loads and stores ----
 
@@ -301,9 +342,9 @@ class KDADecode:
 
 
 @functools.cache
-def compile_kda_decode(shape: Shape, pass_rows: int, arch: str):
-    args = (*(Int64(0) for _ in range(10)), Int32(1), Int32(1), make_fake_stream())
-    return compile_kernel(KDADecode(shape, pass_rows), args, arch)
+def compile_kda_decode(shape: Shape, pass_rows: int, recorded: bool, arch: str):
+    args = (*(Int64(0) for _ in range(14)), *(Int32(1) for _ in range(3)), make_fake_stream())
+    return compile_kernel(KDADecode(shape, pass_rows, recorded), args, arch)
 
 
 def kda_decode(
@@ -317,6 +358,48 @@ def kda_decode(
 ) -> None:
     """conv_state [slots, 3, 3 H D] bf16 and state [slots, H, D, D] f32 are read and written at
     state_slots [R] i64; x [R * Q, q|k|v|gate|f_a|b] bf16 -> out [R * Q, H * D] bf16."""
+    shape, requests, rows = checked(x, w, conv_state, state, state_slots, out)
+    launch(
+        compile_kda_decode(shape, 1 if rows == 1 else PASS, False, arch_of(x.device.index)),
+        *(address(t) for t in (x, w.conv, w.f_b, w.A_log, w.dt_bias, w.o_norm)),
+        *(address(t) for t in (conv_state, state, state_slots, out)),
+        *(0, 0, 0, 0, requests, rows, 0),
+    )
+
+
+def kda_recorded(
+    x: torch.Tensor,
+    w: KDAWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    state_slots: torch.Tensor,
+    records: KDARecords,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """As `kda_decode`, but conv_state and state are only read and the rows go to `records`."""
+    shape, requests, rows = checked(x, w, conv_state, state, state_slots, out)
+    record_rows = records.key.shape[1]
+    check_records(records, (len(state), record_rows), shape.heads)
+    assert rows <= record_rows, f"{rows} rows, and room for {record_rows}"
+    launch(
+        compile_kda_decode(shape, PASS, True, arch_of(x.device.index)),
+        *(address(t) for t in (x, w.conv, w.f_b, w.A_log, w.dt_bias, w.o_norm)),
+        *(address(t) for t in (conv_state, state, state_slots, out)),
+        *(address(t) for t in (records.qkv, records.log_decay, records.key, records.value)),
+        *(requests, rows, record_rows),
+    )
+
+
+def checked(
+    x: torch.Tensor,
+    w: KDAWeights,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    state_slots: torch.Tensor,
+    out: torch.Tensor,
+) -> tuple[Shape, int, int]:
+    """-> static sizes, requests, rows of each"""
     heads, requests = w.A_log.shape[0], state_slots.shape[0]
     width, rows = heads * DIM, x.shape[0] // requests
     assert w.o_norm.shape == (DIM,) and w.dt_bias.shape == (width,), (
@@ -335,10 +418,4 @@ def kda_decode(
     assert all(t.dtype == torch.float32 for t in single) and state_slots.dtype == torch.int64
     assert all(t.is_contiguous() for t in (*half, *single, state_slots))
     assert all(t.data_ptr() % 16 == 0 for t in (w.conv, w.f_b, state))
-    shape = Shape(heads, w.lower_bound, w.eps)
-    launch(
-        compile_kda_decode(shape, 1 if rows == 1 else PASS, arch_of(x.device.index)),
-        *(address(t) for t in (x, w.conv, w.f_b, w.A_log, w.dt_bias, w.o_norm)),
-        *(address(t) for t in (conv_state, state, state_slots, out)),
-        *(requests, rows),
-    )
+    return Shape(heads, w.lower_bound, w.eps), requests, rows

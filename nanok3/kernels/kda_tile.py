@@ -7,10 +7,11 @@ Up to 8 rows. All but f_b lies in shared memory; who fills it, the barriers betw
 what becomes of o are the kernel's. A warp has 4 columns x 128 keys of the state: lane l keys 4 l ..
 4 l + 3.
 
-step      reads                  gives                                     by
-`decays`  f_b (registers), f_a   exp(g) - 1, for all rows                  a warp: 16 channels
-`scales`  q, k (convolved)       1 / |k| and three more numbers of a row   a warp: a row
-`walk`    all but f_a and f_b    state; o, rounded                         a warp: 4 columns
+step          reads                  gives                                     by
+`log_decays`  f_b (registers), f_a   g, for all rows                           a warp: 16 channels
+`scales`      q, k (convolved)       1 / |k| and three more numbers of a row   a warp: a row
+`walk`        all but f_a and f_b    state; o, rounded; if rows are            a warp: 4 columns
+                                     recorded, what k is multiplied by
 
 Rounding to bf16: q, k, v after silu, f_a @ f_b.T, o. All else float32, sums in a fixed order. The
          decay is kept as exp(g) - 1, so that a channel that forgets slowly (1e-4 a row) is off by
@@ -89,16 +90,17 @@ def dot(a, b):
 class KDATile:
     """Offsets in shared memory for up to `rows` rows, 1 or PASS; the arithmetic."""
 
-    def __init__(self, rows: int, lower_bound: float):
+    def __init__(self, rows: int, lower_bound: float, recorded: bool = False):
         assert rows in (1, PASS)
-        self.rows, self.lower_bound = rows, lower_bound
+        self.rows, self.lower_bound, self.recorded = rows, lower_bound, recorded
         self.state_at = 0  # [128 keys, 8 pieces of 4 columns], pieces swizzled by `piece_at`
         self.qk_at = self.state_at + DIM * STATE_ROW  # [row, q|k], not normalised
         self.decay_at = self.qk_at + rows * QK_ROW  # [row, 128], exp(g) - 1
         self.value_at = self.decay_at + rows * DECAY_ROW  # [row, COLUMNS]
         self.out_at = self.value_at + rows * VALUE_ROW  # [row, COLUMNS], o, rounded
         self.scales_at = self.out_at + rows * VALUE_ROW  # [warp, 4], see `scales`
-        self.num_bytes = self.scales_at + WARPS * 16
+        self.update_at = self.scales_at + WARPS * 16  # [row, COLUMNS], what k is multiplied by
+        self.num_bytes = self.update_at + rows * VALUE_ROW * recorded
 
     def piece_at(self, base, key, piece):
         """Where 4 columns of a key lie: 8 lanes with 8 pieces of one key, or with one piece of keys
@@ -109,7 +111,7 @@ class KDATile:
 
     def load_f_b(self, at, warp, lane):
         """32 words of the head's 128 rows at `at`: row l / 4 of the warp's 16 and the one 8 on, 16
-        bytes of each block of 32 columns. So an mma's K is permuted, as `decays` reads f_a."""
+        bytes of each block of 32 columns. So an mma's K is permuted, as `log_decays` reads f_a."""
         here = at + Int64((warp * 16 + (lane >> 2)) * (2 * RANK) + (lane & 3) * 16)
         pieces = [
             ld_global_u32x4(here + Int64(block * 64 + half * (8 * 2 * RANK)))
@@ -137,10 +139,6 @@ class KDATile:
         return at, state + Int64(key * (4 * DIM) + piece * 16)
 
     # ---- arithmetic ----
-
-    def decays(self, f_b, f_a, bias, rate):
-        """exp(g) - 1, where `log_decays` has g."""
-        return [expm1(g) for g in self.log_decays(f_b, f_a, bias, rate)]
 
     def log_decays(self, f_b, f_a, bias, rate):
         """g of 4 (channel, row) places of this lane, of 16 channels a warp and all rows: channel
@@ -229,8 +227,10 @@ class KDATile:
                 select_f32(lane & 1, error[3], error[2]),
                 select_f32(lane & 1, error[1], error[0]),
             )
-            at = base + self.out_at + row * VALUE_ROW + (4 * warp + (lane & 3)) * 4
-            st_shared_f32(at, rounded(q_scale * total + q_k_beta * own))
+            at = base + row * VALUE_ROW + (4 * warp + (lane & 3)) * 4
+            st_shared_f32(at + self.out_at, rounded(q_scale * total + q_k_beta * own))
+            if const_expr(self.recorded):
+                st_shared_f32(at + self.update_at, k_beta * own)
         for i in cutlass.range_constexpr(16):
             s[i] = s[i] + k[i // 4] * (k_beta * error[i % 4])
 

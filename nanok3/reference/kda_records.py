@@ -1,8 +1,8 @@
 """KDA for rows that may be rolled back: the state is read, and what would move it is recorded.
 
 A row moves the state by S <- exp(g) S + a b', with a b' = (beta k) e' of `kda.py`. So a step whose
-last rows may turn out wrong leaves the state of before alone and notes exp(g), a, b and the inputs
-of the convolution of each row; once it is known how many rows stand, they are applied:
+last rows may turn out wrong leaves the state of before alone and notes g, a, b and the inputs of
+the convolution of each row; once it is known how many rows stand, they are applied:
 
     replay   row by row, as `kda_ref` does: the same bits
     fold     S prod_j exp(g_j) + sum_j (a_j prod_{l > j} exp(g_l)) b_j', one product for all rows
@@ -35,14 +35,14 @@ class KDARecords:
     """Of one layer, or with a leading axis of all; a request's are at its state slot."""
 
     qkv: Tensor  # [slots, Q, channels], inputs of the convolution
-    decay: Tensor  # [slots, Q, H, Dk] f32, exp(g)
+    log_decay: Tensor  # [slots, Q, H, Dk] f32, g
     key: Tensor  # [slots, Q, H, Dk] f32, a
-    value: Tensor  # [slots, Q, H, Dv] f32, b
+    value: Tensor  # [slots, Q, H, Dv] f32, b: only a b' is the same in every reading
     first: int = 0  # rows of this step that are recorded already
 
     def layer(self, index: int) -> KDARecords:
         return KDARecords(
-            self.qkv[index], self.decay[index], self.key[index], self.value[index], self.first
+            self.qkv[index], self.log_decay[index], self.key[index], self.value[index], self.first
         )
 
 
@@ -50,16 +50,17 @@ class KDARecords:
 Commit = Callable[[Tensor, Tensor, KDARecords, Tensor, Tensor], None]
 
 
-def apply_rows(state: Tensor, decay: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def apply_rows(state: Tensor, log_decay: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """state [..., H, Dk, Dv] after rows [..., n, H, D], one after another."""
-    for j in range(decay.shape[-3]):
-        state = state * decay[..., j, :, :].unsqueeze(-1)
+    for j in range(log_decay.shape[-3]):
+        state = state * log_decay[..., j, :, :].exp().unsqueeze(-1)
         state = state + key[..., j, :, :].unsqueeze(-1) * value[..., j, :, :].unsqueeze(-2)
     return state
 
 
-def fold_rows(state: Tensor, decay: Tensor, key: Tensor, value: Tensor) -> None:
+def fold_rows(state: Tensor, log_decay: Tensor, key: Tensor, value: Tensor) -> None:
     """The same at once and in place, for state [layers, H, Dk, Dv]; rounded otherwise."""
+    decay = log_decay.exp()
     later = decay.flip(-3).cumprod(-3).flip(-3)  # [..., n, H, Dk], product from row j on
     after = torch.cat([later[..., 1:, :, :], torch.ones_like(decay[..., :1, :, :])], dim=-3)
     left = (key * after).movedim(-3, -1)  # [..., H, Dk, n]
@@ -81,7 +82,7 @@ def commit_ref(
     for slot, count in zip(slots, counts, strict=True):
         if not count:
             continue
-        rows = (t[:, slot, :count] for t in (records.decay, records.key, records.value))
+        rows = (t[:, slot, :count] for t in (records.log_decay, records.key, records.value))
         if fold:
             fold_rows(state[:, slot], *rows)
         else:
@@ -95,12 +96,12 @@ def commit_masked(
 ) -> None:
     """`commit_ref` that folds, for slots [R] and counts [R] on a device: it waits for nothing, and
     what is recorded of rows that do not stand is never used."""
-    num_rows, taps = records.decay.shape[2], conv_state.shape[2]
+    num_rows, taps = records.log_decay.shape[2], conv_state.shape[2]
     index = torch.arange(num_rows, device=counts.device)
     falls = (index >= counts[:, None])[..., None, None]  # [R, Q, 1, 1]
     places = counts[:, None] + torch.arange(taps, device=counts.device)  # [R, taps - 1]
     for i in range(len(state)):
-        decay = records.decay[i][slots].masked_fill(falls, 1.0)  # [R, Q, H, Dk]
+        decay = records.log_decay[i][slots].masked_fill(falls, 0.0).exp()  # [R, Q, H, Dk]
         key = records.key[i][slots].masked_fill(falls, 0.0)
         value = records.value[i][slots].masked_fill(falls, 0.0)
         later = decay.flip(1).cumprod(1).flip(1)
@@ -160,7 +161,7 @@ def _recorded(
     rows, gate, _ = kda_rows(x, w, before[:, before.shape[1] - (taps - 1) :])
     start = acc(state[state_slots])
     if first:
-        seen = (t[state_slots, :first] for t in (records.decay, records.key, records.value))
+        seen = (t[state_slots, :first] for t in (records.log_decay, records.key, records.value))
         start = apply_rows(start, *seen)
     if as_products:
         o, _, value = few_rows(rows, start, w.lower_bound)
@@ -170,7 +171,7 @@ def _recorded(
         key = rows.beta.unsqueeze(-1) * rows.k
     place = slice(first, first + x.shape[1])
     records.qkv[state_slots, place] = x[..., :channels].to(records.qkv.dtype)
-    records.decay[state_slots, place] = rows.log_decay.exp().transpose(1, 2)
+    records.log_decay[state_slots, place] = rows.log_decay.transpose(1, 2)
     records.key[state_slots, place] = key.transpose(1, 2)
     records.value[state_slots, place] = value.transpose(1, 2)
     out.copy_(gated_norm(o.transpose(1, 2).to(x.dtype), gate, w))
@@ -223,7 +224,7 @@ def allocate_records(
 
     return KDARecords(
         qkv=empty(conv_state, conv_state.shape[-1]),
-        decay=empty(state, heads, key_dim),
+        log_decay=empty(state, heads, key_dim),
         key=empty(state, heads, key_dim),
         value=empty(state, heads, value_dim),
     )

@@ -18,12 +18,14 @@ KERNELS = {
     "expert_prefill": {3},
     "expert_up": {4},
     "gemv": {1},
+    "kda_commit": set[int](),
     "kda_decode": {1, 2, 3, 4, 5},
     "mla_decode": set[int](),
     "mla_latent": {1, 2},
     "mla_merge": set[int](),
     "rms_norm": {1},
     "route": {1},
+    "tap": set[int](),
 }
 
 

@@ -22,12 +22,14 @@ from kernels import (
     test_expert_prefill,
     test_expert_up,
     test_gemv,
+    test_kda_commit,
     test_kda_decode,
     test_mla_decode,
     test_mla_latent,
     test_mla_merge,
     test_rms_norm,
     test_route,
+    test_tap,
 )
 
 # every `finish`, groups, and a K split over a cluster; in one row, part of a pass and three passes
@@ -64,6 +66,11 @@ def test_embed_on_emulator(emulated: Emulator) -> None:
     test_embed.test_rows_of_other_ranks_are_zero()
 
 
+def test_tap_on_emulator(emulated: Emulator) -> None:
+    test_tap.test_tap_matches_ref(160, 1)
+    test_tap.test_tap_matches_ref(1032, 3)
+
+
 # one warp, of which half has a second piece; a part-full last warp; one piece
 @pytest.mark.parametrize("width", [320, 1032, 8])
 def test_rms_norm_on_emulator(emulated: Emulator, width: int) -> None:
@@ -94,6 +101,25 @@ def test_kda_decode_on_emulator(
     emulated: Emulator, heads: int, num_rows: int, slots: list[int]
 ) -> None:
     test_kda_decode.test_kda_decode_matches_ref(heads, num_rows, slots)
+
+
+@pytest.mark.parametrize("heads, num_rows, slots", [(2, 3, [5, 1]), (1, 11, [4])])
+def test_kda_recorded_on_emulator(
+    emulated: Emulator, heads: int, num_rows: int, slots: list[int]
+) -> None:
+    test_kda_commit.test_kda_recorded_matches_ref(heads, num_rows, slots)
+
+
+# the second: rows over the pass
+@pytest.mark.parametrize(
+    "num_rows, forced", [(5, [[0, 5], [4, 1], [1, 3]]), (11, [[9, 0], [2, 3]])]
+)
+def test_kda_commit_on_emulator(emulated: Emulator, num_rows: int, forced: list[list[int]]) -> None:
+    test_kda_commit.test_steps_leave_what_their_standing_rows_leave(1, num_rows, forced)
+
+
+def test_kda_commit_of_any_counts_on_emulator(emulated: Emulator) -> None:
+    test_kda_commit.test_kda_commit_matches_ref(4, 5, [4, 2, 1, 3, 6], [5, 2, 0, -1, 9])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])
@@ -178,6 +204,22 @@ def test_faults_of_kda_decode_are_noticed(
     emulated.edit = edit
     with pytest.raises(Fault, match=sentence):
         test_kda_decode.test_kda_decode_matches_ref(1, 11, [4])
+
+
+@pytest.mark.parametrize(
+    "edit, sentence",
+    [
+        (replaced(BARRIER, "", 0), "race|read, which another warp"),  # rows are there
+        (replaced(BARRIER, "", 1), "race|read, which another warp"),  # the next ones may come
+        (replaced(r"griddepcontrol\.wait;", "", 0), "before griddepcontrol.wait"),
+    ],
+)
+def test_faults_of_kda_commit_are_noticed(
+    emulated: Emulator, edit: Callable[[str], str], sentence: str
+) -> None:
+    emulated.edit = edit
+    with pytest.raises(Fault, match=sentence):
+        test_kda_commit.test_kda_commit_matches_ref(1, 11, [2, 5], [11, 9])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ HUGE = 1e30  # in slots that nobody may read or write
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("pass_rows", [1, PASS])
 def test_kda_decode_compiles(pass_rows: int, arch: str) -> None:
-    compile_kda_decode(Shape(6, -5.0, 1e-5), pass_rows, arch)
+    compile_kda_decode(Shape(6, -5.0, 1e-5), pass_rows, False, arch)
 
 
 def test_other_sizes_are_refused() -> None:

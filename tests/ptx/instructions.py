@@ -254,7 +254,11 @@ def effects(program: Program, s: Statement, mask: str) -> list[str]:
             return ["w.fence_async()"]
         return [put(o[0], program.read("0", "b64"))] if head == "createpolicy" else []
     if s.name.startswith("ld.param"):
-        return [put(o[0], f"w.params[{int(o[1].rstrip(']').rpartition('_')[2])}]")]
+        value = f"w.params[{int(o[1].rstrip(']').rpartition('_')[2])}]"
+        if np.dtype(program.kinds[program.names[o[0]]]).itemsize > int(kind[1:]) // 8:
+            number = np.dtype(arithmetic.TYPES[kind]).name  # is extended
+            value = f"{value}.view('{number}').astype('{number[:-2]}64')"
+        return [put(o[0], value)]
     if s.name.startswith(("ld.global", "ld.shared", "ld.relaxed.gpu.global")):
         names, size = registers(o[0]), int(kind[1:]) // 8
         space = "global" if "global" in parts else "shared"

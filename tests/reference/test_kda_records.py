@@ -84,7 +84,7 @@ class World:
                 first = 0
                 for piece in pieces:
                     one = self.records.layer(layer)
-                    rows = KDARecords(one.qkv, one.decay, one.key, one.value, first)
+                    rows = KDARecords(one.qkv, one.log_decay, one.key, one.value, first)
                     out = torch.empty(len(group) * piece, HEADS * DV).to(self.x)
                     op(  # type: ignore[operator]
                         self.x[layer, group, first : first + piece].flatten(0, 1),
@@ -112,8 +112,9 @@ def test_replayed_rows_leave_the_bits_of_walked_ones(dtype: torch.dtype, counts:
     check_equal(world.state, before[1], "the state is only read")
     _, conv_state, state = world.walk(counts)
     for slot, count in zip(REQUESTS, counts, strict=True):  # rows that do not stand
-        for t in (world.records.qkv, world.records.decay, world.records.key, world.records.value):
-            t[:, slot, count:] = float("nan")
+        for t in vars(world.records).values():
+            if isinstance(t, Tensor):
+                t[:, slot, count:] = float("nan")
     commit_ref(world.conv_state, world.state, world.records, REQUESTS, counts, fold=False)
     check_equal(world.conv_state, conv_state, "window")
     check_equal(world.state, state, "state")
@@ -142,7 +143,8 @@ def test_the_masked_fold_is_the_fold(counts: list[int]) -> None:
     right = world.conv_state.clone(), world.state.clone()
     commit_ref(*right, world.records, REQUESTS, counts, fold=True)
     for slot, count in zip(REQUESTS, counts, strict=True):
-        for t in (world.records.qkv, world.records.decay, world.records.key, world.records.value):
+        r = world.records
+        for t in (r.qkv, r.log_decay, r.key, r.value):
             t[:, slot, count:] = float("nan")
     trash = [0, 0]
     slots, stand = torch.tensor(REQUESTS + trash), torch.tensor(counts + trash)
@@ -154,7 +156,7 @@ def test_the_masked_fold_is_the_fold(counts: list[int]) -> None:
         return t.to("meta")
 
     records = KDARecords(
-        *(meta(getattr(world.records, n)) for n in ("qkv", "decay", "key", "value"))
+        *(meta(getattr(world.records, n)) for n in ("qkv", "log_decay", "key", "value"))
     )
     commit_masked(meta(world.conv_state), meta(world.state), records, meta(slots), meta(stand))
 

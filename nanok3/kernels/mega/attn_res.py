@@ -203,11 +203,12 @@ class AttnRes(Traced):
     # ---- the op ----
 
     @cute.jit
-    def update(self, r, last: Int32, fresh: Int32, count: Int32, tag: Uint32):
+    def update(self, r, last: Int32, fresh: Int32, count: Int32, tap: Int32, tag: Uint32):
         """p = delta, or the stream plus delta, of the own columns; what the mix needs of them.
 
-        last: index of the stream that p becomes. The own areas are [own tile, T, 16] f32. Words of
-        all rows are written, of those from `count` on with zeros.
+        last: index of the stream that p becomes; tap: the first column of the taps that p is
+        written to as well, -1 for none. The own areas are [own tile, T, 16] f32. Words of all rows
+        are written, of those from `count` on with zeros.
         """
         small = r.shared("small")
         stream, mixed = self.stream(r, last), r.buffer("mixed")
@@ -230,6 +231,10 @@ class AttnRes(Traced):
             if live & there:
                 at = mixed + Int64((row * self.sizes.hidden + column) * 8)
                 st_relaxed_u32x2(at, (tagged(p, tag), tagged(prefix, tag)))
+            if const_expr(r.program.tapped):  # noqa: SIM102 - one is decided here, one on the GPU
+                if (own != 0) & (tap >= 0):
+                    at = r.taps + (Int64(row) * Int64(r.tap_stride) + Int64(tap + column)) * 2
+                    st_global_u16(at, pack_bf16(p, Float32(0.0)))
             score = ld_shared_f32(r.shared("score") + (place + index % TILE) * 4)
             sums = [p * score, p * p, prefix * p, prefix * prefix]
             for distance in (8, 4, 2, 1):  # over the 16 columns of a tile

@@ -10,9 +10,10 @@ KDA, MOE = 1, 2  # bits of the entry "kind"
 COMMON = (
     *("kind", "attn.score", "attn.norm", "attn.streams", "attn.fresh"),
     *("mlp.score", "mlp.norm", "mlp.streams", "mlp.fresh", "next.score", "next.streams", "o_proj"),
+    "tap",  # first column that the layer is tapped to, -1 if it is not
 )
 ATTENTION = {
-    "kda": ("in_proj", "conv", "f_b", "A_log", "dt_bias", "o_norm", "conv_state", "state"),
+    "kda": ("in_proj", "conv", "f_b", "A_log", "dt_bias", "o_norm", "conv_state", "state", "index"),
     "mla": ("in_proj", "q_norm", "kv_norm", "q_b", "absorb", "value", "cache"),
 }
 MLP = {

@@ -12,6 +12,9 @@ step              what                                                   publish
 `stage`           x = kda_heads / sqrt(mean square + eps), of all heads,
                   to shared memory; the new windows
 
+Where rows are recorded, `compute_heads` writes what `kda_rows` says in place of states and windows;
+`kda_commit` applies it after the step.
+
 What does not depend on this step's rows is asked for before they are waited for: f_b lies in
 registers, as it goes into the mma, the rest in shared memory. kda_heads is o times o_norm and the
 gate: only the norm's factor is missing, as the four quarters of a head lie in different CTAs;
@@ -62,6 +65,7 @@ from nanok3.dsl import (
     warp_sum,
 )
 from nanok3.kernels.kda_chunk import KDAChunk
+from nanok3.kernels.kda_rows import KDARows
 from nanok3.kernels.kda_tile import (
     COLUMNS,
     DIM,
@@ -106,6 +110,13 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Unit:
+    request: Any
+    head: Any
+    quarter: Any
+
+
+@dataclass(frozen=True)
 class Row:
     """What a thread has of its warp's row."""
 
@@ -115,8 +126,9 @@ class Row:
 
 
 class KDA:
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, recorded: bool = False) -> None:
         self.sizes, self.product = sizes, sizes.products["kda.in_proj"]
+        self.recorded, self.records = recorded, KDARows(sizes.kda_heads)
         self.rows, self.heads, self.width = sizes.pass_rows, sizes.kda_heads, sizes.kda_width
         self.window_row = 2 * 3 * self.width  # bytes of a row of conv_state
         self.most_units = -(-self.rows * self.heads * QUARTERS // sizes.sms)  # of a CTA
@@ -129,7 +141,8 @@ class KDA:
         parts = 2 * partial_bytes(self.rows)
         staged = parts + self.rows * x_stride(self.width)
         self.kept_at = max(self.taps_at + CHANNELS * TAPS * 4, staged)
-        self.scratch_bytes = self.kept_at + self.most_units * KEPT_BYTES - parts
+        kept = 0 if recorded else self.most_units * KEPT_BYTES
+        self.scratch_bytes = self.kept_at + kept - parts
 
     def load(self, r):
         """The loader warp: nothing comes through the ring."""
@@ -178,18 +191,23 @@ class KDA:
             factor = asked.constants[NORM]
             held = self.read(r, base, request, asked)
             r.bar()  # the rows are there
-            row = self.weigh(r, base, head, held, asked)
-            self.keep(r, base, quarter, base + self.kept_at + i * KEPT_BYTES)
+            unit = Unit(request, head, quarter)
+            row = self.weigh(r, base, unit, held, asked)
+            if const_expr(self.recorded):
+                self.record_inputs(r, base, unit)
+            else:
+                self.keep(r, base, quarter, base + self.kept_at + i * KEPT_BYTES)
             r.bar()  # decays, scales, ..; and after the next one words and taps have been read
             next_request, next_head, next_quarter = self.place(first + (i + 1) * sms)
             if const_expr(self.most_units > 1):  # noqa: SIM102 - one is decided here, one on the GPU
                 if i + 1 < count:
                     self.ask(r, base, next_request, next_head, next_quarter, asked)
-            o = self.outputs(r, base, row)
+            o = self.outputs(r, base, row, unit)
             self.write(r, request, head, quarter, o, factor * row.gate)
             if const_expr(self.most_units > 1):  # noqa: SIM102
                 if i + 1 < count:
-                    self.store(r, states[0])
+                    if const_expr(not self.recorded):
+                        self.store(r, states[0])
                     r.bar()
                     self.tile.load_state(base, states[1], r.tid)
                     cute.arch.cp_async_commit_group()
@@ -308,7 +326,7 @@ class KDA:
             words = (pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]))
             st_shared_u32x2(to, words)
 
-    def weigh(self, r, base, head, held, asked):
+    def weigh(self, r, base, unit, held, asked):
         """q, k, v, decays and scales -> what a warp keeps of row `warp`."""
         last = self.rows_of_request(r) - 1
         words, constants = base + self.words_at, asked.constants
@@ -316,7 +334,7 @@ class KDA:
         row = words + cutlass.min(r.warp, last) * WORD_ROW  # the oldest of its window
         last_word = row + HISTORY * WORD_ROW
         gate = ld_shared_u16(last_word + GATE_AT + r.lane * 2)
-        beta = bf16_low(ld_shared_u16(last_word + BETA_AT + (head & 3) * 2))
+        beta = bf16_low(ld_shared_u16(last_word + BETA_AT + (unit.head & 3) * 2))
         qk = zeros(8, Float32)
         if self.rows == 1:
             self.convolve_one(r, base, row, beta)
@@ -331,6 +349,8 @@ class KDA:
         one = self.rows == 1
         decays = [expm1(g) for g in logs] if one else self.chunk.running(logs, r.lane)
         self.tile.store_decays(base, decays, r.warp, r.lane)
+        if self.recorded:
+            self.record_keys(r, unit, logs, qk)
         return Row(qk, held, sigmoid(bf16_low(gate)))
 
     @cute.jit
@@ -387,7 +407,7 @@ class KDA:
         elif r.warp == QUARTERS:
             st_shared_f32(base + self.tile.value_at + r.lane * 4, value)
 
-    def outputs(self, r, base, row):
+    def outputs(self, r, base, row, unit):
         """-> o of row `warp`, column l; a barrier before `write` lies in here."""
         if self.rows == 1:
             at = base + self.tile.scales_at
@@ -406,7 +426,10 @@ class KDA:
         chunk.multiply(base, row.held, r.warp, r.lane)
         chunk.mix(base, row.qk, last, r.warp, r.lane)
         r.bar()
-        return chunk.solve(base, last, r.warp, r.lane)
+        o, errors = chunk.solve(base, last, r.warp, r.lane, self.recorded)
+        if self.recorded:
+            self.record_values(r, unit, errors)
+        return o
 
     @cute.jit
     def write(self, r, request: Int32, head: Int32, quarter: Int32, o: Float32, factor: Float32):
@@ -435,17 +458,52 @@ class KDA:
         index = (THREADS - 1 - r.tid) & 0xFF  # the last warps: the first ones have the rows
         if index < HISTORY * KEPT_PIECES:
             row, piece = index // KEPT_PIECES, index % KEPT_PIECES
-            kind = piece >> 2
-            at = (
-                rows
-                + row * WORD_ROW
-                + kind * KIND_BYTES
-                + quarter * (COLUMNS * 2)
-                + (piece & 3) * 16
-            )
-            if kind == 2:
-                at = rows + row * WORD_ROW + VALUE_AT + (piece & 3) * 16
+            at = rows + row * WORD_ROW + self.piece_of(piece, quarter)
             st_shared_u32x4(kept + row * KEPT_ROW + piece * 16, ld_shared_u32x4(at))
+
+    def piece_of(self, piece, quarter):
+        """Where a row of words has 16 bytes of the unit: 4 pieces of q, 4 of k, 4 of v."""
+        kind, is_value = piece >> 2, Int32(piece >> 2 == 2)
+        q_or_k = kind * KIND_BYTES + quarter * (COLUMNS * 2)
+        return q_or_k + is_value * (VALUE_AT - q_or_k) + (piece & 3) * 16
+
+    # ---- records ----
+
+    def record_of(self, r, unit):
+        """The first row of the unit's request in the records; looked up by each use, as registers
+        are scarce. By whole warps."""
+        slot = ld_global_i64(r.state_slots + Int64(unit.request) * 8)
+        layer = Int64(r.number("kda.index")) * Int64(r.record_slots)
+        return (layer + slot) * Int64(r.record_rows)
+
+    @cute.jit
+    def record_inputs(self, r, base: Int32, unit: Unit):
+        """The rows' inputs of the convolution, the unit's columns of q, k and v."""
+        record = self.record_of(r, unit)
+        index = (THREADS - 1 - r.tid) & 0xFF
+        if index < self.rows_of_request(r) * KEPT_PIECES:
+            row, piece = index // KEPT_PIECES, index % KEPT_PIECES
+            at = base + self.words_at + (HISTORY + row) * WORD_ROW
+            kind = piece >> 2
+            column = kind * self.width + unit.head * DIM + unit.quarter * COLUMNS + (piece & 3) * 8
+            to = r.record_qkv + self.records.inputs(record + Int64(row), column)
+            st_global_u32x4(to, ld_shared_u32x4(at + self.piece_of(piece, unit.quarter)))
+
+    def record_keys(self, r, unit, logs, qk):
+        """And the decays. qk: q and k of row `warp`."""
+        at = self.records.numbers(self.record_of(r, unit), unit.head, unit.quarter)
+        place = unit.quarter, self.rows_of_request(r), r.warp, r.lane
+        self.records.put_decays(r.record_log_decay + at, logs, *place)
+        self.records.put_key(r.record_key + at, [qk[4 + i] for i in range(4)], *place)
+
+    @cute.jit
+    def record_values(self, r, unit: Unit, errors: list):
+        """What k is multiplied by: every warp has all rows, and writes its own."""
+        at = self.records.numbers(self.record_of(r, unit), unit.head, unit.quarter)
+        at = r.record_value + at + Int64(r.lane * 4)
+        for row in cutlass.range_constexpr(len(errors)):
+            if (r.warp == row) & (row < self.rows_of_request(r)):
+                st_global_f32(at + Int64(row * self.records.numbers_row), errors[row])
 
     # ---- stage ----
 
@@ -476,7 +534,8 @@ class KDA:
                 st_shared_u32x2(at, (pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])))
         if const_expr(self.rows == 1):
             r.bar()  # all heads have been seen, so nobody reads an old window any more
-        self.store_windows(r)
+        if const_expr(not self.recorded):
+            self.store_windows(r)
 
     def published(self, r, y, squares):
         """4 values and the 4 sums of their head."""

@@ -51,6 +51,7 @@ ADDRESSES = (
     *("table", "work", "sync", "embed_table", "input_ids", "positions", "slot_mapping"),
     *("block_table", "state_slots", "streams", "delta", "router_logits", "latent", "topk_ids"),
     *("topk_weights", "logits", "stamps"),
+    *("taps", "record_qkv", "record_log_decay", "record_key", "record_value"),
 )
 NUMBERS = (
     "num_layers",
@@ -60,13 +61,16 @@ NUMBERS = (
     "num_blocks",
     "logits_stride",
     "stream_stride",
+    "tap_stride",
+    "record_slots",
+    "record_rows",
 )
 
 
-def units_of(sizes: Sizes) -> dict[str, Any]:
+def units_of(sizes: Sizes, recorded: bool) -> dict[str, Any]:
     """What stands behind ops that are more than a product, with what they need in shared memory."""
     return {
-        "kda": KDA(sizes),
+        "kda": KDA(sizes, recorded),
         "mla": MLA(sizes),
         "route": Route(sizes),
         "experts": Experts(sizes),
@@ -90,19 +94,24 @@ class Program:
         texts: dict[str, Text],
         *,
         whole: bool,
+        recorded: bool = False,
+        tapped: bool = False,
         stamps: bool = False,
         limit: int = LIMIT,
     ) -> None:
         """texts: "kda", "mla", "moe", "dense" and "head", as far as there are such layers; whole:
-        with embedding and head, else layers only, from and to the caller's delta; stamps: with
-        clocks of each op, for a trace; limit: looks after which a wait gives up."""
+        with embedding and head, else layers only, from and to the caller's delta; recorded:
+        the text records KDA's rows; tapped: it taps streams; stamps: with clocks of each op, for a
+        trace; limit: looks after which a wait gives up."""
+        assert not recorded or sizes.pass_rows > 1, "rows are recorded in steps of several"
         self.sizes, self.texts, self.whole = sizes, texts, whole
+        self.recorded, self.tapped = recorded, tapped
         self.stamps, self.limit = stamps, limit
         self.op_names: list[str] = []
         self.signals: dict[str, list[str]] = {}  # of each block, when traced: buffers in order
         self.attn_res = AttnRes(sizes)
         self.products = {name: Linear(sizes, p) for name, p in sizes.products.items()}
-        self.units = units_of(sizes)
+        self.units = units_of(sizes, recorded)
         own = sizes.own_tiles * sizes.pass_rows * TILE * 4
         widest = max(p.part_width for name, p in sizes.products.items() if p.k == sizes.hidden)
         up_stage = x_stride(sizes.products["latent_up"].part_width) + 2 * sizes.latent
@@ -164,6 +173,11 @@ class Mega:
         topk_weights: Int64,
         logits: Int64,
         stamps: Int64,
+        taps: Int64,
+        record_qkv: Int64,
+        record_log_decay: Int64,
+        record_key: Int64,
+        record_value: Int64,
         num_layers: Int32,
         num_tokens: Int32,
         num_reqs: Int32,
@@ -171,12 +185,15 @@ class Mega:
         num_blocks: Int32,
         logits_stride: Int32,
         stream_stride: Int32,
+        tap_stride: Int32,
+        record_slots: Int32,
+        record_rows: Int32,
         stream,
     ):
         self.kernel(
             *(table, work, sync, embed_table, input_ids, positions, slot_mapping, block_table),
             *(state_slots, streams, delta, router_logits, latent, topk_ids, topk_weights),
-            *(logits, stamps),
+            *(logits, stamps, taps, record_qkv, record_log_decay, record_key, record_value),
             *(
                 num_layers,
                 num_tokens,
@@ -186,6 +203,7 @@ class Mega:
                 logits_stride,
                 stream_stride,
             ),
+            *(tap_stride, record_slots, record_rows),
         ).launch(
             grid=(self.program.sizes.sms, 1, 1),
             block=(THREADS, 1, 1),
@@ -214,6 +232,11 @@ class Mega:
         topk_weights: Int64,
         logits: Int64,
         stamps: Int64,
+        taps: Int64,
+        record_qkv: Int64,
+        record_log_decay: Int64,
+        record_key: Int64,
+        record_value: Int64,
         num_layers: Int32,
         num_tokens: Int32,
         num_reqs: Int32,
@@ -221,6 +244,9 @@ class Mega:
         num_blocks: Int32,
         logits_stride: Int32,
         stream_stride: Int32,
+        tap_stride: Int32,
+        record_slots: Int32,
+        record_rows: Int32,
     ):
         program = self.program
         tid, _, _ = cute.arch.thread_idx()
@@ -264,6 +290,7 @@ class Mega:
                         topk_weights,
                         logits,
                         stamps,
+                        *(taps, record_qkv, record_log_decay, record_key, record_value),
                     ),
                     strict=True,
                 )
@@ -279,6 +306,7 @@ class Mega:
                         num_blocks,
                         logits_stride,
                         stream_stride,
+                        *(tap_stride, record_slots, record_rows),
                     ),
                     strict=True,
                 )

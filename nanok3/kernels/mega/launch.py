@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from nanok3.dsl import address, arch_of, launch
+from nanok3.kernels.kda_rows import check_records
 from nanok3.kernels.mega.kernel import Program, compile_mega
-from nanok3.kernels.mega.role import MOST_EVENTS, NEXT_TAG, SYNC_BYTES, SYNC_SHIFT
+from nanok3.kernels.mega.role import MOST_EVENTS, NEXT_TAG, PROGRAMS, SYNC_BYTES, SYNC_SHIFT
 from nanok3.kernels.mega.sizes import MOST_STREAMS
+from nanok3.reference.kda_records import KDARecords
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Arguments:
     topk_ids: Tensor  # [T, A] i64
     topk_weights: Tensor  # [T, A] f32
     logits: Tensor  # [T, V / P] f32, rows may lie apart
+    taps: Tensor  # [T, columns] bf16, rows may lie apart
+    records: KDARecords | None  # of all layers
     num_layers: int
     num_blocks: int  # of the latent cache
 
@@ -43,13 +47,14 @@ def work_of(program: Program, device: str) -> Tensor:
 
 
 def sync_of(device: str) -> Tensor:
-    """Counters and numbers of two programs, one shifted against the other by SYNC_SHIFT, so that
-    what the host looks at lies together; `clear` before the first launch."""
-    return torch.empty(SYNC_BYTES + SYNC_SHIFT, dtype=torch.uint8, device=device)
+    """Counters and numbers of PROGRAMS, each shifted against the last by SYNC_SHIFT, so that what
+    the host looks at lies together; `clear` before the first launch."""
+    num_bytes = SYNC_BYTES + (PROGRAMS - 1) * SYNC_SHIFT
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def sync_part(sync: Tensor, place: int) -> Tensor:
-    """Of program 0 or 1."""
+    """Of program 0, 1, .."""
     return sync[place * SYNC_SHIFT :][:SYNC_BYTES]
 
 
@@ -59,7 +64,7 @@ def clear(sync: Tensor, *works: Tensor) -> None:
     program uses up would let old words pass for new ones."""
     for tensor in (sync, *works):
         tensor.zero_()
-    for place in (0, 1):
+    for place in range(PROGRAMS):
         sync_part(sync, place)[NEXT_TAG] = 1  # a word that nobody wrote has tag 0
 
 
@@ -100,12 +105,31 @@ def launch_mega(
     assert a.router_logits.shape == (tokens, sizes.num_experts)
     assert a.router_logits.dtype == a.topk_weights.dtype == a.logits.dtype == torch.float32
     assert a.logits.shape == (tokens, sizes.vocab)
+    assert len(a.taps) == tokens and a.taps.dtype == torch.bfloat16 and a.taps.stride(1) == 1
     launch(
         compiled(program, arch_of(work.device.index)),
         *(address(t) for t in (a.table, work, sync, a.embed_table, a.input_ids, a.positions)),
         *(address(t) for t in (a.slot_mapping, a.block_table, a.state_slots, a.streams)),
         *(address(t) for t in (a.delta, a.router_logits, a.latent, a.topk_ids, a.topk_weights)),
-        *(address(a.logits), 0 if stamps is None else address(stamps)),
+        *(address(a.logits), 0 if stamps is None else address(stamps), address(a.taps)),
+        *records_of(program, a, tokens // num_reqs),
         *(a.num_layers, tokens, num_reqs, max_blocks, a.num_blocks, a.logits.stride(0)),
-        a.streams.stride(0),
+        *(a.streams.stride(0), a.taps.stride(0), *extent_of(a.records)),
     )
+
+
+def records_of(program: Program, a: Arguments, num_rows: int) -> list[int]:
+    """Their addresses, 0 for a program that records nothing."""
+    records = a.records
+    assert (records is not None) == program.recorded
+    if records is None:
+        return [0] * 4
+    layers, slots, rows = records.key.shape[:3]
+    check_records(records, (layers, slots, rows), program.sizes.kda_heads)
+    assert num_rows <= rows, f"{num_rows} rows of a request, and room for {rows}"
+    return [address(t) for t in (records.qkv, records.log_decay, records.key, records.value)]
+
+
+def extent_of(records: KDARecords | None) -> tuple[int, int]:
+    """Slots and rows."""
+    return (0, 0) if records is None else (records.key.shape[1], records.key.shape[2])

@@ -93,6 +93,12 @@ class LoadOps(Loader):
         if not self.sizes.is_words("kda_heads"):
             self.signal("kda_heads")
 
+    def kda_recorded(self, x, w, conv_state, state, state_slots, records, *, out):
+        self.kda(x, w, conv_state, state, state_slots, out=out)
+
+    def tap(self, delta, streams, *, out):
+        pass
+
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
         self.signal("q_latent")
 
@@ -139,6 +145,7 @@ class ComputeOps(Compute):
     def __init__(self, program: Any, env: dict[str, Any]) -> None:
         super().__init__(program, env)
         self.sub = "attn"  # whose AttnRes weights are in use: "attn", "mlp" or "output"
+        self.tap_column: Any = None  # of the next AttnRes, if the text taps the layer
 
     # ---- first and last ----
 
@@ -209,6 +216,10 @@ class ComputeOps(Compute):
 
     # ---- AttnRes, and the products that read x ----
 
+    def tap(self, delta, streams, *, out):
+        """By the AttnRes that follows, which makes this sum."""
+        self.tap_column = self.number("tap")
+
     def attn_res(self, delta, streams, w, fresh, *, out):
         self.begin(f"{w}_res")
         self.sub = w
@@ -216,7 +227,9 @@ class ComputeOps(Compute):
         is_fresh = Int32(0) if w == "output" else self.number(f"{w}.fresh")
         self.half = HALF[w]
         tag = self.new_tag("mixed")
-        self.program.attn_res.update(self, last, is_fresh, self.num_tokens, tag)
+        tap = Int32(-1) if self.tap_column is None else self.tap_column
+        self.tap_column = None
+        self.program.attn_res.update(self, last, is_fresh, self.num_tokens, tap, tag)
         self.mark(DONE)
 
     def from_x(self, product: str, buffer: str):
@@ -344,6 +357,11 @@ class ComputeOps(Compute):
         if not self.sizes.is_words("kda_heads"):
             self.signal("kda_heads")
         self.program.units["kda"].store(self, state)
+
+    def kda_recorded(self, x, w, conv_state, state, state_slots, records, *, out):
+        self.begin("kda")
+        self.program.units["kda"].compute_heads(self)
+        self.signal("kda_heads")
 
     def mla_latent(self, x, w, cache, slot_mapping, *, out):
         self.begin("mla_latent")

@@ -69,9 +69,10 @@ TAG = 0xFF  # bits of a word
 LOOKS = 1024  # after so many, a look whether another wait has given up
 # bytes in the sync area: the numbers of the next launch's first signal and first tag, the record of
 # a wait that gave up (5 words); then the counters
-NEXT_SIGNAL, NEXT_TAG, HEALTH, SYNC_HEAD = 0, 4, 16, 128
+NEXT_SIGNAL, NEXT_TAG, HEALTH, SYNC_HEAD = 0, 4, 8, 128
 SYNC_BYTES = SYNC_HEAD + COUNTERS * COUNTER_BYTES
-SYNC_SHIFT = 64  # from one program's sync area to another's: their counters lie between each other
+PROGRAMS = 3  # of one row, of more, of more that are recorded
+SYNC_SHIFT = 32  # from one program's sync area to another's: their counters lie between each other
 WORDS = 1 << 16  # in the record: what was waited for were words
 # events of a trace: an op begins; what it waited for is there; its part is written
 BEGIN, READY, DONE = 0, 1, 2

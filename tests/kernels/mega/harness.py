@@ -114,7 +114,8 @@ class OnEmulator:
 
     def compiled(self, program: Program, arch: str = ARCH) -> Compiled:
         """Programs of the same sizes and options share a kernel."""
-        options = program.whole, program.stamps, program.limit
+        texts = program.whole, program.recorded, program.tapped
+        options = texts, program.stamps, program.limit
         key = program.sizes, tuple(program.texts), options
         if key not in self.kernels:
             with pytest.MonkeyPatch.context() as patch:

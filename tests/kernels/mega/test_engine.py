@@ -23,7 +23,7 @@ from nanok3 import captured
 from nanok3.config import EngineConfig, GenerationDefaults
 from nanok3.engine import Engine
 from nanok3.graph import Readback
-from nanok3.kernels.mega.role import COUNTERS, LIMIT
+from nanok3.kernels.mega.role import COUNTERS, LIMIT, PROGRAMS
 from nanok3.loop import PLACES
 from nanok3.mega_ops import Mega
 from nanok3.ops import DECODE
@@ -127,7 +127,7 @@ def test_a_wait_that_gave_up_ends_the_requests_of_its_step(
         with without_signal(mega.sync, (first + ahead) % COUNTERS):
             engine.step()
         engine.run([running])
-        assert mega.sync.count_nonzero() == 2 and not waiting.done  # the first tags
+        assert mega.sync.count_nonzero() == PROGRAMS and not waiting.done  # the first tags
         engine.run([waiting])
         again = engine.generate(PROMPTS[0], params)
     result = running.result()

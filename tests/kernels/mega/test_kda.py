@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from ptx.launch import ARCH, Emulator
+from ptx.launch import ARCH, Compiled, Emulator
 from ptx.memory import Fault, buffer_of
 
 from kernels.test_kda_decode import (
@@ -54,15 +54,17 @@ from nanok3.kernels.mega.linear import THREADS, partial_bytes, x_stride
 from nanok3.kernels.mega.role import PENDING, SYNC_BYTES, Compute, Signaller, tagged
 from nanok3.kernels.mega.sizes import WARPS, Sizes
 from nanok3.reference.kda import KDAWeights
+from nanok3.reference.kda_records import KDARecords, allocate_records, commit_ref
 
-ADDRESSES = ("table", "work", "sync", "state_slots", "given", "out")
+RECORDS = ("record_qkv", "record_log_decay", "record_key", "record_value")
+ADDRESSES = ("table", "work", "sync", "state_slots", "given", "out", *RECORDS)
 
 
 class Layers:
     """given [layers, bytes of kda_in] -> out [layers, SMs, T, H * D] bf16: x as each CTA has it."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes, self.kda = sizes, KDA(sizes)
+    def __init__(self, sizes: Sizes, recorded: bool) -> None:
+        self.sizes, self.recorded, self.kda = sizes, recorded, KDA(sizes, recorded)
 
     @cute.jit
     def __call__(
@@ -73,13 +75,21 @@ class Layers:
         state_slots: Int64,
         given: Int64,
         out: Int64,
+        record_qkv: Int64,
+        record_log_decay: Int64,
+        record_key: Int64,
+        record_value: Int64,
         num_reqs: Int32,
         num_tokens: Int32,
         num_layers: Int32,
+        record_slots: Int32,
+        record_rows: Int32,
         stream,
     ):
         self.kernel(
-            *(table, work, sync, state_slots, given, out, num_reqs, num_tokens, num_layers)
+            *(table, work, sync, state_slots, given, out),
+            *(record_qkv, record_log_decay, record_key, record_value),
+            *(num_reqs, num_tokens, num_layers, record_slots, record_rows),
         ).launch(
             grid=(self.sizes.sms, 1, 1),
             block=(THREADS + 32, 1, 1),
@@ -96,9 +106,15 @@ class Layers:
         state_slots: Int64,
         given: Int64,
         out: Int64,
+        record_qkv: Int64,
+        record_log_decay: Int64,
+        record_key: Int64,
+        record_value: Int64,
         num_reqs: Int32,
         num_tokens: Int32,
         num_layers: Int32,
+        record_slots: Int32,
+        record_rows: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -117,6 +133,9 @@ class Layers:
         env = dict(table=table, work=work, sync=sync, state_slots=state_slots)
         env.update(num_reqs=num_reqs, num_tokens=num_tokens, areas=Int32(areas.toint()))
         env.update(pending=pending, first_signal=Uint32(0))
+        env.update(record_qkv=record_qkv, record_log_decay=record_log_decay)
+        env.update(record_key=record_key, record_value=record_value)
+        env.update(record_slots=record_slots, record_rows=record_rows)
         if tid == 0:
             for i in cutlass.range_constexpr(PENDING):
                 cute.arch.mbarrier_init(pending + i, WARPS)
@@ -155,7 +174,8 @@ class Layers:
             state = self.kda.compute_heads(r)
             if const_expr(not one_row):
                 r.signal("kda_heads")
-            self.kda.store(r, state)
+            if const_expr(not self.recorded):
+                self.kda.store(r, state)
             if const_expr(one_row):
                 r.bar()  # scratch is free
             else:
@@ -173,9 +193,9 @@ class Layers:
 
 
 @functools.cache
-def compile_layers(sizes: Sizes, arch: str) -> Any:
-    args = (*(Int64(0) for _ in ADDRESSES), *(Int32(1) for _ in range(3)), make_fake_stream())
-    return compile_kernel(Layers(sizes), args, arch)
+def compile_layers(sizes: Sizes, recorded: bool, arch: str) -> Any:
+    args = (*(Int64(0) for _ in ADDRESSES), *(Int32(1) for _ in range(5)), make_fake_stream())
+    return compile_kernel(Layers(sizes, recorded), args, arch)
 
 
 @functools.cache
@@ -193,9 +213,9 @@ def sizes_of(heads: int, sms: int, pass_rows: int, hidden: int = 128) -> Sizes:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("pass_rows", [1, 8])
-def test_kda_compiles(pass_rows: int, arch: str) -> None:
-    compile_layers(sizes_of(6, 132, pass_rows, hidden=7168), arch)
+@pytest.mark.parametrize("pass_rows, recorded", [(1, False), (8, False), (8, True)])
+def test_kda_compiles(pass_rows: int, recorded: bool, arch: str) -> None:
+    compile_layers(sizes_of(6, 132, pass_rows, hidden=7168), recorded, arch)
 
 
 def test_scratch_leaves_the_ring_its_slots() -> None:
@@ -220,7 +240,8 @@ Launch = Callable[[Sizes, Tensors, list[Tensors], tuple[int, ...]], None]
 
 
 def fill(table: Tensor, layers: list[Tensors]) -> None:
-    for row, fields in zip(table, layers, strict=True):
+    for i, (row, fields) in enumerate(zip(table, layers, strict=True)):
+        row[entry("kda.index")] = i
         for name, tensor in fields.items():
             row[entry(f"kda.{name}")] = tensor.data_ptr()
 
@@ -228,14 +249,19 @@ def fill(table: Tensor, layers: list[Tensors]) -> None:
 @pytest.fixture(scope="module")
 def on_emulator(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     emulator = Emulator(str(tmp_path_factory.mktemp("ptx")))
-    arguments = (*(Int64(0) for _ in ADDRESSES), *(Int32(1) for _ in range(3)), make_fake_stream())
-    compiled = functools.cache(lambda sizes: emulator.compile(Layers(sizes), arguments, ARCH))
+    arguments = (*(Int64(0) for _ in ADDRESSES), *(Int32(1) for _ in range(5)), make_fake_stream())
+
+    @functools.cache
+    def compiled(sizes: Sizes, recorded: bool) -> Compiled:
+        return emulator.compile(Layers(sizes, recorded), arguments, ARCH)
 
     def launch_layers(
         sizes: Sizes, tensors: Tensors, layers: list[Tensors], numbers: tuple[int, ...]
     ) -> None:
         fill(tensors["table"], layers)
-        work, written = tensors["work"], ("conv_state", "state", "out")
+        recorded = bool(numbers[-1])
+        work, written = tensors["work"], (*RECORDS, "out")
+        written += () if recorded else ("conv_state", "state")
         one_row = sizes.pass_rows == 1  # words, which hand themselves over, and windows with them
         buffers = [
             buffer_of(
@@ -252,8 +278,8 @@ def on_emulator(tmp_path_factory: pytest.TempPathFactory) -> Launch:
             free = shared or (one_row and name.startswith("conv_state"))
             buffers.append(buffer_of(tensor, constant, name, unordered=free and not constant))
         buffers.append(buffer_of(tensors["sync"].view(torch.int32), False, "sync"))
-        places = [tensors[name].data_ptr() for name in ADDRESSES]
-        emulator.run(compiled(sizes), [*places, *numbers], buffers)
+        places = [tensors[name].data_ptr() if name in tensors else 0 for name in ADDRESSES]
+        emulator.run(compiled(sizes, recorded), [*places, *numbers], buffers)
 
     return launch_layers
 
@@ -264,9 +290,11 @@ def on_gpu(sizes: Sizes, tensors: Tensors, layers: list[Tensors], numbers: tuple
     table = tensors["table"]
     fill(table, layers_there)
     there["table"] = table.cuda()
-    places = [address(there[name]) for name in ADDRESSES]
-    launch(compile_layers(sizes, arch_of(0)), *places, *numbers)
-    tensors["out"].copy_(there["out"])
+    places = [address(there[name]) if name in there else 0 for name in ADDRESSES]
+    launch(compile_layers(sizes, bool(numbers[-1]), arch_of(0)), *places, *numbers)
+    for name in ("out", *RECORDS):
+        if name in tensors:
+            tensors[name].copy_(there[name])
     for fields, fields_there in zip(layers, layers_there, strict=True):
         for name in ("conv_state", "state"):
             fields[name].copy_(fields_there[name])
@@ -276,7 +304,11 @@ Layer = tuple[Tensor, KDAWeights, Tensor, Tensor]  # x, weights, conv_state, sta
 
 
 def run(
-    launch_layers: Launch, sizes: Sizes, layers: list[Layer], slots: list[int]
+    launch_layers: Launch,
+    sizes: Sizes,
+    layers: list[Layer],
+    slots: list[int],
+    records: KDARecords | None = None,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """On copies of the caches -> out, conv_state, state of each layer."""
     fields = [
@@ -296,7 +328,11 @@ def run(
         "given": torch.stack([parts_of(x, sizes) for x, *_ in layers]),
         "out": out,
     }
-    launch_layers(sizes, tensors, fields, (len(slots), tokens, len(layers)))
+    extent = (0, 0)
+    if records is not None:
+        extent = records.key.shape[1], records.key.shape[2]
+        tensors |= {name: getattr(records, name.removeprefix("record_")) for name in RECORDS}
+    launch_layers(sizes, tensors, fields, (len(slots), tokens, len(layers), *extent))
     for cta in range(1, sizes.sms):
         check_equal(out[:, cta], out[:, 0], f"x of CTA {cta}")
     return [(out[i, 0], f["conv_state"], f["state"]) for i, f in enumerate(fields)]
@@ -387,6 +423,67 @@ def test_a_window_written_too_early_is_noticed(
 
 def test_two_layers_on_emulator(on_emulator: Launch) -> None:
     check_layers(on_emulator, 1, 3, 1, [4, 1], 2)
+
+
+# ---- rows that are recorded ----
+
+# part of a CTA's SMs idle, units spread; several units a CTA; 8 requests of one row
+RECORDED = [(1, 12, 3, [5, 1]), (1, 3, 8, [2]), (1, 7, 1, [6, 1, 3, 4, 5, 2, 7, 8])]
+
+
+def check_recorded(
+    launch_layers: Launch, heads: int, sms: int, num_rows: int, slots: list[int], count: int
+) -> None:
+    """Records of `count` layers, for more rows than the step has; then each number of rows that may
+    stand, by the reference. Where there are several, the last one is NaN and never stands."""
+    w, layers = exact_weights(heads), list[Layer]()
+    stand = max(1, num_rows - 1)  # at most
+    for i in range(count):
+        conv_state, state = caches(40 + i, heads, slots, 9)
+        x = [settled(inputs(9 + s + i, num_rows, heads), w, conv_state[s]) for s in slots]
+        for own in x:
+            own[stand:] = float("nan")
+        layers.append((torch.cat(x), w, conv_state, state))
+    conv_states, states = (torch.stack([layer[i] for layer in layers]) for i in (2, 3))
+    records = allocate_records(count, 9, num_rows + 1, conv_states, states)
+    for tensor in (records.qkv, records.log_decay, records.key, records.value):
+        tensor.fill_(float("nan"))
+    sizes = sizes_of(heads, sms, 8)
+    found = run(launch_layers, sizes, layers, slots, records)
+    for i, (layer, (out, conv_state, state)) in enumerate(zip(layers, found, strict=True)):
+        x, _, old_conv_state, old_state = layer
+        check_equal(conv_state, old_conv_state, "windows are only read")
+        check_equal(state, old_state, "states are only read")
+        right = reference(x.double(), doubled(w), *(t.double() for t in layer[2:]), slots)
+        outs = (out, reference(*layer, slots)[0], right[0])
+        check_bf16(*(o.unflatten(0, (-1, num_rows))[:, :stand] for o in outs))
+        others = [s for s in range(9) if s not in slots]
+        for tensor in (records.qkv[i], records.log_decay[i], records.key[i], records.value[i]):
+            assert tensor[others].isnan().all() and tensor[:, num_rows:].isnan().all()
+    for standing in range(stand + 1):
+        counts = [(standing + r) % (stand + 1) for r in range(len(slots))]
+        got_conv, got = conv_states.clone(), states.clone()
+        commit_ref(got_conv, got, records, slots, counts, fold=False)
+        for i, (x, _, conv_state, state) in enumerate(layers):
+            for r, (slot, n) in enumerate(zip(slots, counts, strict=True)):
+                rows = x[r * num_rows : r * num_rows + n]
+                right_state = walk(rows, w, conv_state[slot], state[slot])
+                check_close(got[i, slot], right_state, 1e-5, f"state after {n} rows")
+                window = torch.cat([conv_state[slot], rows[:, : 3 * heads * D]])[n:]
+                check_equal(got_conv[i, slot], window, "window")
+
+
+@pytest.mark.parametrize("heads, sms, num_rows, slots", RECORDED)
+def test_recorded_on_emulator(
+    on_emulator: Launch, heads: int, sms: int, num_rows: int, slots: list[int]
+) -> None:
+    check_recorded(on_emulator, heads, sms, num_rows, slots, len(slots) % 2 + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, sms, num_rows, slots", [*RECORDED, (6, 132, 8, [3])])
+def test_recorded_matches_ref(heads: int, sms: int, num_rows: int, slots: list[int]) -> None:
+    check_recorded(on_gpu, heads, sms, num_rows, slots, 2)
 
 
 @pytest.mark.gpu

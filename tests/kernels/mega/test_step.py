@@ -20,6 +20,7 @@ pytest.importorskip("cutlass")
 from kernels.mega.harness import SMS, OnEmulator, on_a_device, without_signal
 from nanok3.cache import Cache, allocate_cache
 from nanok3.config import WHOLE, ModelConfig, Shard
+from nanok3.kernels.mega.role import PROGRAMS
 from nanok3.mega_ops import Mega, MegaError
 from nanok3.model import forward, one_layer
 from nanok3.ops import REFERENCE
@@ -240,7 +241,7 @@ def test_a_wait_that_gave_up_is_told_and_the_next_step_is_right(
         pytest.raises(MegaError, match=sentence),
     ):
         on_emulator.step(mega, step, buf)
-    assert mega.sync.count_nonzero() == 2  # the first tags
+    assert mega.sync.count_nonzero() == PROGRAMS  # the first tags
     for name, tensor in vars(filled_cache(config, torch.bfloat16, 2)).items():
         getattr(cache, name).copy_(tensor)
     on_emulator.step(mega, step, buf)
