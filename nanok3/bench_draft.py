@@ -23,7 +23,6 @@ import torch
 from nanok3.bench import check_values, machine_name, make_prompt
 from nanok3.config import EngineConfig
 from nanok3.engine import Engine
-from nanok3.spec.measure import measure_costs
 from nanok3.spec_loop import Acceptance, SpecLoop
 
 TEMPERATURES = (0.0, 1.0)
@@ -152,7 +151,7 @@ def bench_draft(
                 draft_step_s=median(a.seconds / a.num_steps for a in with_drafts),
             )
         )
-    costs = measure_costs(loop.target, loop.drafter, settings.block_size, 1, loop.num_drafts)
+    costs = loop.measure()
     return DraftReport(
         model=Path(model_dir).name,
         draft=Path(draft_dir).name,

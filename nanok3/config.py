@@ -22,6 +22,7 @@ from nanok3.config_rules import is_int, is_number, show
 
 MAX_SLOTS = 2**31 - 1
 MEGA_ROWS = 8  # of a step that is one launch, at most
+STEP_ROWS = 64  # of a step of kernels, at most (kernels/route.py)
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,10 @@ class EngineConfig:
             (
                 self.num_drafts is not None and self.num_drafts < 0,
                 f"num_drafts: expected at least 0, found {self.num_drafts}",
+            ),
+            (
+                self.adaptive_drafts and self.gpus > 1,
+                "adaptive_drafts: each rank would measure other costs; leave it out, or gpus at 1",
             ),
             (
                 self.acceptance not in ("block", "standard"),

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from nanok3.cache import TRASH
-from nanok3.sampling import SamplingRows, sample
+from nanok3.mirror import Mirror
+from nanok3.sampling import OPTIONS, SamplingRows, sample
 from nanok3.step import Step
 
 # What a row's result says where it is no id.
@@ -36,7 +37,6 @@ INTS = (
     *("top_k", "seeds", "min_tokens"),
 )
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-OPTIONS = (*FLOATS, "top_k", "seeds", "min_tokens", "stop_ids")  # the tensors of `SamplingRows`
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,19 @@ def rows_between(step: Step, begin: int, end: int) -> Step:
 
 
 class StateMemory:
-    """Owns a `DecodeState` of the most rows; `host` is a mirror of its small fields.
-
-    They lie in one piece, floats among whole numbers, so that one copy fills them all.
-    """
+    """Owns a `DecodeState` of the most rows; `host` is a mirror of its small fields."""
 
     def __init__(self, max_blocks: int, block_size: int, logits: Tensor) -> None:
         """max_blocks: of one request; logits: [most rows, V], where the model leaves them."""
         device, (max_rows, vocab) = logits.device, logits.shape
-        size = max_rows * (len(INTS) + len(FLOATS) + STOP_WIDTH + max_blocks)
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)
-        self._device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._uploaded = torch.cuda.Event() if is_cuda else None
-        self.host = _fields(self._host, max_rows, max_blocks)
-        fields = _fields(self._device, max_rows, max_blocks)
+        widths = dict.fromkeys((*INTS, *FLOATS)) | {
+            "stop_ids": STOP_WIDTH,
+            "block_table": max_blocks,
+        }
+        padding = ("positions", "slot_mapping", "stop_ids")
+        self.mirror = mirror = Mirror(widths, FLOATS, padding, max_rows, device)
+        self.host, self.clear, self.upload = mirror.host, mirror.clear, mirror.upload
+        fields = mirror.fields
         options = {name: fields[name] for name in OPTIONS}
         self.state = DecodeState(
             step=Step(
@@ -146,33 +144,3 @@ class StateMemory:
             finite=torch.zeros(max_rows, dtype=torch.bool, device=device),
             result=torch.full((max_rows,), ENDED, dtype=torch.int64, device=device),
         )
-        self.clear()
-        self.upload()
-
-    def clear(self) -> None:
-        """All rows of the mirror are padding, when no upload reads it any more."""
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
-        self._host.zero_()
-        for name in ("positions", "slot_mapping", "stop_ids"):
-            self.host[name].fill_(-1)
-
-    def upload(self) -> None:
-        """Queues the copy of the mirror to the device."""
-        self._device.copy_(self._host, non_blocking=True)
-        if self._uploaded is not None:
-            self._uploaded.record()
-
-
-def _fields(flat: Tensor, max_rows: int, max_blocks: int) -> dict[str, Tensor]:
-    """Views of the small fields in `flat`."""
-    widths = dict.fromkeys((*INTS, *FLOATS), 1) | {
-        "stop_ids": STOP_WIDTH,
-        "block_table": max_blocks,
-    }
-    parts = flat.split([max_rows * width for width in widths.values()])
-    views = {}
-    for (name, width), part in zip(widths.items(), parts, strict=True):
-        part = part.view(torch.float64) if name in FLOATS else part
-        views[name] = part.view(max_rows, width) if name in ("stop_ids", "block_table") else part
-    return views

@@ -49,6 +49,7 @@ from nanok3.sampling import SamplingParams
 from nanok3.scheduler import Scheduler
 from nanok3.spec.config import DraftConfig, load_draft_config
 from nanok3.spec.draft_weights import DraftWeights, build_draft, load_draft
+from nanok3.speculation import step_problems
 from nanok3.tokenizer import RANK_FILE, Tokenizer
 from nanok3.weight_table import Filler, expected_tensors
 from nanok3.weights import Weights, build
@@ -128,18 +129,17 @@ class Engine:
         problems += shard.problems(config)
         if device != "cpu":
             problems += layout_problems(config, shard)
-        if not problems:
-            planned = make_plan(config, shard, settings)
-            problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
         if problems:
             raise ValueError("\n".join(problems))
         draft_config = None if draft is None else load_draft_config(Path(draft))
-        if draft_config is not None and (problems := draft_config.problems(config)):
-            raise ValueError("\n".join(f"{draft}: {problem}" for problem in problems))
-        if draft_config is not None and device != "cpu":
-            raise ValueError(f"{draft}: drafts run on a CPU only so far; leave the draft out")
-        if draft_config is not None and settings.gpus > 1:
-            raise ValueError(f"{draft}: drafts run in one process only so far; leave the draft out")
+        if draft_config is not None:
+            refused = draft_config.problems(config) + step_problems(settings, draft_config)
+            if refused:
+                raise ValueError("\n".join(f"{draft}: {problem}" for problem in refused))
+        planned = make_plan(config, shard, settings, draft_config)
+        problems = device_problems(device, dtype, planned.total_bytes, summary(planned))
+        if problems:
+            raise ValueError("\n".join(problems))
         defaults = load_generation_defaults(path)
         tokenizer = Tokenizer.load(path) if (path / RANK_FILE).is_file() else None
         if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
@@ -176,9 +176,9 @@ class Engine:
             return engine_of(settings, WHOLE, None)
         from nanok3.join import agree, join  # here, for few need it
 
-        group = join(path, settings)
+        group = join(path, settings, None if draft is None else Path(draft))
         try:
-            settings = agree(group, path, config, settings)
+            settings = agree(group, path, config, settings, draft_config)
             engine = engine_of(settings, group.shard, group.exchange())
             group.loaded()
         except BaseException as error:

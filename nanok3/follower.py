@@ -1,4 +1,4 @@
-"""`python -m nanok3.follower PARENT DIR SETTINGS`: a rank other than 0, of `launch.py`.
+"""`python -m nanok3.follower PARENT DIR SETTINGS [DRAFT]`: a rank other than 0, of `launch.py`.
 
 Its place comes from the environment, as torchrun gives it; PARENT is the process id of rank 0,
 SETTINGS an `EngineConfig` as JSON. What it writes to stderr is its log.
@@ -18,13 +18,13 @@ from nanok3.exits import LOST
 WATCH_S = 0.5
 
 
-def main(parent: str, model_dir: str, settings: str) -> None:
+def main(parent: str, model_dir: str, settings: str, draft: str | None = None) -> None:
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
     from nanok3.engine import Engine  # takes seconds, in which rank 0 may be gone
 
     chosen = EngineConfig(**json.loads(settings))
     # This follows rank 0 and ends the process.
-    Engine.load(model_dir, device=chosen.device, dtype=chosen.dtype, settings=chosen)
+    Engine.load(model_dir, device=chosen.device, dtype=chosen.dtype, settings=chosen, draft=draft)
 
 
 def end_with(parent: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +66,11 @@ class Readback:
     """
 
     def __init__(self, source: Tensor, num_places: int) -> None:
-        """source: whole numbers [R], at an address that stays; num_places: copies not yet read."""
+        """source: whole numbers, at an address that stays; num_places: copies not yet read."""
         self._source = source
         is_cuda = source.device.type == "cuda"
         self._copies = torch.empty(
-            num_places, len(source), dtype=source.dtype, pin_memory=is_cuda
+            num_places, *source.shape, dtype=source.dtype, pin_memory=is_cuda
         ).unbind()
         self._events = [torch.cuda.Event() for _ in self._copies] if is_cuda else []
 
@@ -79,9 +80,9 @@ class Readback:
         if self._events:
             self._events[place].record()
 
-    def read(self, place: int) -> list[int]:
-        """The copy that was last queued for this place, when it is there."""
+    def read(self, place: int) -> Any:
+        """The copy that was last queued for this place, when it is there: a list of whole numbers,
+        or of lists of them."""
         if self._events:
             self._events[place].synchronize()
-        values: list[int] = self._copies[place].tolist()
-        return values
+        return self._copies[place].tolist()

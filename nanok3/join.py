@@ -23,6 +23,7 @@ from nanok3.config import EngineConfig, ModelConfig, Shard
 from nanok3.launch import Followers, spanning_lines, started_by
 from nanok3.lockstep import Leader
 from nanok3.plan import LATENTS, Plan, make_plan
+from nanok3.spec.config import DraftConfig
 
 LOAD_S = 3600.0  # between the first rank that has loaded its weights and the last
 MEMORY_DIR = Path("/dev/shm")  # else where temporary files are
@@ -74,7 +75,7 @@ class Group:
             self.followers.close(told=False)
 
 
-def join(model_dir: Path, settings: EngineConfig) -> Group:
+def join(model_dir: Path, settings: EngineConfig, draft_dir: Path | None = None) -> Group:
     """All ranks have been started. Raises ValueError or PeerLost with the reason why not."""
     gpus, place = settings.gpus, place_from(os.environ)
     if place is not None and place.size > 1:
@@ -85,6 +86,7 @@ def join(model_dir: Path, settings: EngineConfig) -> Group:
         return Group(Host(place), Shard(place.rank, gpus), None)
     store = host_store()
     arguments = [str(os.getpid()), str(model_dir), json.dumps(asdict(settings))]
+    arguments += [] if draft_dir is None else [str(draft_dir)]
     followers = Followers(gpus, store.port, arguments)
     try:
         place = Place(
@@ -113,12 +115,17 @@ def too_many(device: str, gpus: int, command: Sequence[str]) -> str | None:
 
 
 def agree(
-    group: Group, model_dir: Path, config: ModelConfig, settings: EngineConfig
+    group: Group,
+    model_dir: Path,
+    config: ModelConfig,
+    settings: EngineConfig,
+    draft: DraftConfig | None = None,
 ) -> EngineConfig:
     """The settings that all ranks serve with."""
-    plan = make_plan(config, group.shard, settings)
+    plan = make_plan(config, group.shard, settings, draft)
     mine = {
         "model": hash_of(repr(config).encode(), *_small_files(model_dir)),
+        "draft": hash_of(repr(draft).encode()),
         "code": code_hash(),
         "settings": hash_of(repr(settings).encode()),
         "num_blocks": blocks_that_fit(plan, free_bytes(group.host.place)),
@@ -127,7 +134,7 @@ def agree(
     wrong = [
         f"rank {rank} has another {what} than rank 0"
         for rank, theirs in enumerate(ranks)
-        for what in ("model", "code", "settings")
+        for what in ("model", "draft", "code", "settings")
         if theirs[what] != ranks[0][what]
     ]
     if wrong:

@@ -44,12 +44,18 @@ class Kernels:
     """
 
     def __init__(
-        self, config: ModelConfig, max_rows: int, device: str, shard: Shard = WHOLE
+        self,
+        config: ModelConfig,
+        max_rows: int,
+        device: str,
+        shard: Shard = WHOLE,
+        num_queries: int = 1,
     ) -> None:
+        """num_queries: rows of a request, at most."""
         c, self.config = config, config
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._heads = shard.local(c.num_attention_heads)
-        spaces = allocate(decode_spaces(c, shard, max_rows, self._sms), device)
+        spaces = allocate(decode_spaces(c, shard, max_rows, self._sms, num_queries), device)
         self._distinct, self._num_distinct = spaces["distinct"], spaces["num_distinct"]
         self._slot_of, self._expert_act = spaces["slot_of"], spaces["expert_act"]
         self._routed_normed = spaces["routed_normed"]

@@ -114,7 +114,7 @@ class DecodeLoop:
     def compose(self, requests: Sequence[Request]) -> None:
         """From now on a step has one row of each of these, which have one pending id each."""
         assert not self._queued and not self.batch, "the last batch is not dissolved"
-        self._attended = any(_needs_host(r) for r in requests)
+        self._attended = any(needs_host(r) for r in requests)
         options = rows_of([params_of(r) for r in requests], "cpu")
         self._size = min(size for size in self._compute if size >= len(requests))
         self._fill(requests, options)
@@ -123,7 +123,7 @@ class DecodeLoop:
         if options.stop_ids.shape[1] > STOP_WIDTH:
             self._draw_now = partial(draw, self._with_wide_stops(options))
         if options.uses_counts:
-            self._count(requests)
+            count_ids(requests, self.state.counts, self.state.prompt_seen)
         self._memory.upload()
         self.batch = list(requests)  # last, so that an interruption leaves no batch
 
@@ -145,10 +145,10 @@ class DecodeLoop:
             self._compute[self._size]()
             logits = self.state.logits[:num_rows]
             if self._attended:
-                self._forbid(logits)
+                forbid(self.batch, logits)
             self._draw_now()
             if self._attended:
-                logprobs, gaps = self._extras(logits)
+                logprobs, gaps = extras(self.batch, logits, self.state.result[:num_rows])
             place = self._num_steps % PLACES
             if self._words is not None:  # before the results, whose event then holds for both
                 self._words.copy(place)
@@ -230,36 +230,42 @@ class DecodeLoop:
         stop_ids = torch.cat([options.stop_ids, padding]).to(state.logits.device)
         return replace(state, options=replace(state.options, stop_ids=stop_ids))
 
-    def _count(self, requests: Sequence[Request]) -> None:
-        """What the penalties count, of the ids so far."""
-        vocab = self.state.logits.shape[1]
-        for i, r in enumerate(requests):
-            counts = torch.bincount(torch.tensor(r.ids[r.num_prompt :]).long(), minlength=vocab)
-            seen = torch.zeros(vocab, dtype=torch.bool)
-            seen[r.ids[: r.num_prompt]] = True
-            self.state.counts[i].copy_(counts)
-            self.state.prompt_seen[i].copy_(seen)
 
-    # ---- what an attended batch needs ----
+def count_ids(requests: Sequence[Request], counts: Tensor, prompt_seen: Tensor) -> None:
+    """What the penalties count, of the ids so far: rows of counts and prompt_seen [R, V]."""
+    vocab = counts.shape[1]
+    for i, r in enumerate(requests):
+        output = torch.tensor(r.ids[r.num_prompt :], dtype=torch.int64)
+        seen = torch.zeros(vocab, dtype=torch.bool)
+        seen[r.ids[: r.num_prompt]] = True
+        counts[i].copy_(torch.bincount(output, minlength=vocab))
+        prompt_seen[i].copy_(seen)
 
-    def _forbid(self, logits: Tensor) -> None:
-        """-inf in `logits` [R, V] for what a request's grammar leaves out; other rows stay."""
-        for i, request in enumerate(self.batch):
-            mask = request.grammar.mask() if request.grammar is not None else None
-            if mask is not None:
-                logits[i].masked_fill_(~mask.to(logits.device), -torch.inf)
 
-    def _extras(self, logits: Tensor) -> tuple[Logprobs | None, Tensor | None]:
-        """Log-probabilities and gaps, for all rows if any asks for them."""
-        wanted = [r.params.logprobs for r in self.batch if r.params.logprobs is not None]
-        logprobs = gaps = None
-        if wanted:
-            ids = self.state.result[: len(self.batch)].clamp(min=-1)
-            logprobs = logprobs_of(logits, ids, max(wanted))
-        if any(r.gaps is not None for r in self.batch):
-            best = logits.topk(2).values  # [R, 2]
-            gaps = best[:, 0] - best[:, 1]
-        return logprobs, gaps
+# ---- what an attended batch needs ----
+
+
+def forbid(batch: Sequence[Request], logits: Tensor, num_rows: int = 1) -> None:
+    """-inf in `logits` [R * Q, V] for what a request's grammar leaves out, of its first row, for it
+    has no other; other rows stay."""
+    for i, request in enumerate(batch):
+        mask = request.grammar.mask() if request.grammar is not None else None
+        if mask is not None:
+            logits[i * num_rows].masked_fill_(~mask.to(logits.device), -torch.inf)
+
+
+def extras(
+    batch: Sequence[Request], logits: Tensor, results: Tensor
+) -> tuple[Logprobs | None, Tensor | None]:
+    """Log-probabilities and gaps of all rows [T, V], results [T], if any request asks for them."""
+    wanted = [r.params.logprobs for r in batch if r.params.logprobs is not None]
+    logprobs = gaps = None
+    if wanted:
+        logprobs = logprobs_of(logits, results.clamp(min=-1), max(wanted))
+    if any(r.gaps is not None for r in batch):
+        best = logits.topk(2).values  # [T, 2]
+        gaps = best[:, 0] - best[:, 1]
+    return logprobs, gaps
 
 
 def params_of(request: Request) -> SamplingParams:
@@ -267,7 +273,7 @@ def params_of(request: Request) -> SamplingParams:
     return replace(request.params, stop_token_ids=tuple(sorted(request.stop_ids)))
 
 
-def _needs_host(request: Request) -> bool:
+def needs_host(request: Request) -> bool:
     attended = (request.grammar, request.gaps, request.params.logprobs)
     return any(need is not None for need in attended)
 

@@ -17,17 +17,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nanok3.cache import Cache, allocate_cache
+from nanok3.cache import allocate_cache
 from nanok3.config import MEGA_ROWS, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory
 from nanok3.device import SPARE_BYTES
 from nanok3.mega_sizes import mega_bytes
 from nanok3.packing import Places, empty_head, empty_layer, tensors_of
-from nanok3.reference.kda_records import allocate_records
 from nanok3.runner import DEFAULT_CONTEXT, DTYPES
 from nanok3.spec.config import DraftConfig
-from nanok3.spec.draft import allocate_draft_buffers, allocate_draft_cache
-from nanok3.spec.draft_weights import draft_table
+from nanok3.speculation import draft_bytes
 from nanok3.step import allocate_buffers, without_parts
 from nanok3.weight_table import Field, ends_table, layer_table
 from nanok3.workspaces import (
@@ -110,7 +108,9 @@ def make_plan(
         for_a_while = temporary_bytes(config, shard, settings.prefill_chunk)
         counts[PREFILLING] = spaces + for_a_while + LIBRARY_BYTES
     if draft is not None:
-        counts |= draft_bytes(config, shard, settings, draft, num_blocks, cache)
+        kinds = DRAFT_WEIGHTS, DRAFT_CACHE, DRAFT_RECORDS, DRAFT_BUFFERS
+        taken = draft_bytes(config, draft, settings, num_blocks, dtype, shard)
+        counts |= dict(zip(kinds, taken, strict=True))
     reserve = SPARE_BYTES if on_gpu else 0
     return Plan(shard.size, settings, draft, num_blocks, counts, reserve)
 
@@ -168,37 +168,6 @@ def graph_bytes(config: ModelConfig, shard: Shard, settings: EngineConfig, num_b
     buffers = buffer_bytes(config, shard, num_reqs, torch.bfloat16)
     pool = SAMPLING_BYTES * num_reqs * config.vocab_size
     return sum(storages.values()) - logits.nbytes + buffers + pool
-
-
-def draft_bytes(
-    config: ModelConfig,
-    shard: Shard,
-    settings: EngineConfig,
-    draft: DraftConfig,
-    num_blocks: int,
-    cache: Cache,
-) -> dict[str, int]:
-    """What a `Drafter` and a `Target` hold beside the model."""
-    dtype, num_reqs = DTYPES[settings.dtype], settings.max_num_reqs
-    num_rows = min(settings.num_drafts or draft.block_size, draft.block_size) + 1  # verified
-    fields = sum(prod(field.shape) * field.dtype(dtype).itemsize for field in draft_table(draft))
-    context_rows = max(settings.prefill_chunk, num_reqs * (draft.block_size + 1))
-    window_rows = num_reqs * draft.block_size
-    own = allocate_draft_buffers(draft, context_rows, window_rows, dtype, "meta")
-    pages = allocate_draft_cache(draft, num_blocks + 1, settings.block_size, dtype, "meta")
-    most, taps = num_reqs * num_rows, len(draft.taps)
-    target = allocate_buffers(config, most, most, dtype, "meta", shard, taps)
-    row_by_row = nbytes_of((target.logits, target.taps))  # a second time, for the strict mode
-    num_layers, num_slots = cache.state.shape[:2]
-    records = allocate_records(num_layers, num_slots, num_rows, cache.conv_state, cache.state)
-    return {
-        DRAFT_WEIGHTS: fields,
-        DRAFT_CACHE: pages.nbytes,
-        DRAFT_RECORDS: nbytes_of(t for t in vars(records).values() if isinstance(t, Tensor)),
-        DRAFT_BUFFERS: nbytes_of(vars(own).values())
-        + nbytes_of(without_parts(target).values())
-        + row_by_row,
-    }
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:

@@ -6,7 +6,6 @@ drawn id, is for `scheduler.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +13,19 @@ import torch
 from torch import Tensor
 
 from nanok3 import model
-from nanok3.cache import Cache, CacheManager, allocate_cache
+from nanok3.cache import CacheManager, allocate_cache
 from nanok3.comm.exchange import Exchange
 from nanok3.config import WHOLE, EngineConfig, ModelConfig, Shard
 from nanok3.decode import StateMemory, rows_between
-from nanok3.graph import Capture, Health, Run, buckets
+from nanok3.graph import Capture, buckets
 from nanok3.loop import DecodeLoop
-from nanok3.ops import DECODE, PREFILL, REFERENCE, Ops, between_ranks
+from nanok3.ops import DECODE, PREFILL, REFERENCE, VERIFY, Ops, between_ranks
 from nanok3.request import Request
 from nanok3.spec.config import DraftConfig
 from nanok3.spec.draft_weights import DraftWeights
-from nanok3.spec.drafter import Drafter
-from nanok3.spec.target import Target
+from nanok3.spec.target import commit_on_cpu
 from nanok3.spec_loop import SpecLoop
+from nanok3.speculation import Passes, as_it_is, drafts_of, make_drafter, make_spec_loop, poison
 from nanok3.step import LOGITS, Buffers, Step, allocate_buffers, rows
 from nanok3.weights import Weights
 
@@ -54,18 +53,17 @@ class Runner:
         cache = allocate_cache(  # one slot and one block more than anyone gets: trash
             config, settings.max_num_reqs + 1, num_blocks + 1, size, dtype, device, shard
         )
-        self._drafter = None
+        prefill = None
+        if device != "cpu":
+            from nanok3.prefill_ops import Prefill  # here, for these bring CuTe DSL
+
+            prefill = Prefill(config, WHOLE, settings.prefill_chunk, device)
+        self._drafter, num_drafts = None, 0
         if draft is not None and settings.num_drafts != 0:
-            self._drafter = Drafter(
-                *draft,
-                num_blocks=num_blocks + 1,
-                block_size=size,
-                max_num_reqs=settings.max_num_reqs,
-                max_context_rows=max(
-                    settings.prefill_chunk, settings.max_num_reqs * (draft[0].block_size + 1)
-                ),
-                dtype=dtype,
-                device=device,
+            num_drafts = drafts_of(settings, draft[0])
+            many_rows = None if prefill is None else prefill.linear
+            self._drafter = make_drafter(
+                draft, settings, num_blocks + 1, dtype, many_rows, exchange
             )
         self.manager = CacheManager(
             cache,
@@ -81,61 +79,45 @@ class Runner:
         )
         one_row = between_ranks(REFERENCE, exchange)
         self._prefill_ops, self._one_row_ops = between_ranks(PREFILL, exchange), one_row
-        self._decode_ops = one_row if settings.strict else between_ranks(DECODE, exchange)
+        self._decode_ops = self._verify_ops = one_row
+        if not settings.strict:
+            self._decode_ops = between_ranks(DECODE, exchange)
+            self._verify_ops = between_ranks(VERIFY, exchange)
         max_blocks = min(num_blocks, -(-config.max_position_embeddings // size))
         self.reading = "the reference ops"  # of decode steps, for people
-        health: Health | None = None
-        buffers = self._buffers
-        run: Callable[[Step, Buffers], None] = self._run_on_cpu
-        if device != "cpu":
-            from nanok3.captured import gpu_decode  # here, for these bring CuTe DSL
-            from nanok3.prefill_ops import Prefill
+        passes = Passes(self._run_on_cpu, self._buffers, commit_on_cpu(settings.strict), None)
+        if prefill is not None:
+            from nanok3.captured import gpu_decode
 
-            decode = gpu_decode(config, weights, cache, settings, max_blocks)
-            buffers, run, health = decode.buffers, decode.forward, decode.health
+            num_queries = num_drafts + 1
+            decode = gpu_decode(
+                config, weights, cache, settings, max_blocks, num_queries, self._taps
+            )
+            passes = Passes(decode.forward, decode.buffers, decode.commit, decode.health)
             self.reading = decode.reading
-            prefill = Prefill(config, WHOLE, settings.prefill_chunk, device)
             self._prefill_ops = self._one_row_ops = prefill.record(decode.chain)
-        if settings.debug:  # an op that reads what nobody wrote shows up as NaN
-            for tensor in vars(self._buffers).values():
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-        memory = StateMemory(max_blocks, size, buffers.logits[: settings.max_num_reqs])
+        elif self._drafter is not None:
+            most = settings.max_num_reqs * (num_drafts + 1)
+            buffers = allocate_buffers(
+                config, most, most, dtype, device, shard, num_taps=len(self._taps)
+            )
+            passes = replace(passes, buffers=buffers)
+        if settings.debug:
+            poison(vars(self._buffers).values())
         self.loop: DecodeLoop | SpecLoop = (
-            self._decode_loop(memory, buffers, run, health)
+            self._decode_loop(passes, max_blocks)
             if self._drafter is None
-            else self._spec_loop(cache, self._drafter)
+            else make_spec_loop(passes, self._drafter, cache, settings, max_blocks)
         )
 
-    def _spec_loop(self, cache: Cache, drafter: Drafter) -> SpecLoop:
-        settings, most = self.settings, drafter.config.block_size
-        num_drafts = min(settings.num_drafts or most, most)
-        target = Target(
-            self.config,
-            self.weights,
-            cache,
-            self._taps,
-            block_size=settings.block_size,
-            max_num_reqs=settings.max_num_reqs,
-            max_drafts=num_drafts,
-            dtype=DTYPES[settings.dtype],
-            strict=settings.strict,
-            poison=settings.debug,
-        )
-        return SpecLoop(target, drafter, num_drafts, settings)
-
-    def _decode_loop(
-        self,
-        memory: StateMemory,
-        buffers: Buffers,
-        run: Callable[[Step, Buffers], None],
-        health: Health | None,
-    ) -> DecodeLoop:
+    def _decode_loop(self, passes: Passes, max_blocks: int) -> DecodeLoop:
         """Of captured graphs on a GPU; on a CPU of the same functions, read at once."""
-        settings, device = self.settings, self.settings.device
+        settings, device, buffers = self.settings, self.settings.device, passes.buffers
         most = settings.max_num_reqs
-        sizes, record = list(range(1, most + 1)), _as_it_is
+        sizes, record = list(range(1, most + 1)), as_it_is
         if device != "cpu":
             sizes, record = buckets(most), Capture()
+        memory = StateMemory(max_blocks, settings.block_size, buffers.logits[:most])
 
         def forward(step: Step) -> None:
             """All rows at once, or in strict mode one by one."""
@@ -145,16 +127,17 @@ class Runner:
                 part = rows_between(step, begin, end)
                 own = {name: getattr(buffers, name)[begin:end] for name in LOGITS}
                 buf = replace(rows(buffers, height, height), **own)
-                run(part, buf)
+                passes.forward(part, buf)
 
-        return DecodeLoop(memory, forward, sizes, record, device != "cpu", health)
+        return DecodeLoop(memory, forward, sizes, record, device != "cpu", passes.health)
 
     def _run_on_cpu(self, step: Step, buf: Buffers) -> None:
         """With only the columns of the block table that are needed; a graph cannot know them."""
         columns = max(1, self.manager.blocks_for(int(step.positions.max()) + 1))
         step = replace(step, block_table=step.block_table[:, :columns])
         cache = self.manager.cache
-        model.forward(self.config, self.weights, cache, step, buf, self._decode_ops)
+        ops = self._decode_ops if step.records is None else self._verify_ops
+        model.forward(self.config, self.weights, cache, step, buf, ops, self._taps)
 
     def prefill(self, request: Request, count: int, with_logits: bool) -> Tensor:
         """The next `count` pending ids through the model -> their logits, if wanted, [count, V]."""
@@ -204,8 +187,3 @@ class Runner:
         if self._drafter is not None:
             self._drafter.keep(buf.taps, step.positions, step.slot_mapping)
         return buf
-
-
-def _as_it_is(run: Run) -> Run:
-    """A CPU has no graphs."""
-    return run

@@ -110,6 +110,12 @@ class SamplingRows:
     uses_counts: bool  # some row has a penalty or min_tokens, so `sample` needs its counts
 
 
+OPTIONS = (  # the tensors of `SamplingRows`
+    *("temperature", "top_p", "min_p", "presence", "frequency", "repetition"),
+    *("top_k", "seeds", "min_tokens", "stop_ids"),
+)
+
+
 @dataclass(frozen=True)
 class Logprobs:
     """Log-probabilities under the model itself: before penalties, temperature and filters."""

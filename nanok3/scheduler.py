@@ -8,7 +8,8 @@ step must do no harm:
   stay at the end of the reply, as if it had been alone.
 - What the host alone decides (a stop string, a cancel, text that fails) finds the row one id
   further. That id is dropped. What the caches then hold is every id of the request, one more than
-  otherwise, and the snapshot says so.
+  otherwise, and the snapshot says so. With drafts the caches move one step later than the ids
+  (`spec_loop.py`), but by a whole block: where they have gone past the reply, nothing is kept.
 
 Before a request's slot and blocks go back, all queued steps are read (`_drain`).
 
@@ -193,7 +194,7 @@ class Scheduler:
         for request in [r for r in self.running if r.done]:
             self.running.remove(request)
             # Only what a finite row of logits has vouched for: not the half of a prompt.
-            vouched = not request.in_flight and request.num_pending <= 1
+            vouched = not request.in_flight and request.num_pending in (0, 1)
             if request.finish_reason != "error" and vouched:
                 self._keep(request, vouched=True)
             assert request.slot is not None

@@ -1,42 +1,45 @@
-"""The decode loop with a draft: draft, verify, accept, commit, for a batch of requests.
+"""The decode loop with a draft: queues steps of a batch, and reads what they gave one step late.
 
 The same calls as `loop.DecodeLoop`, so that `scheduler.py` drives either; a step gives a request
-one id more than it accepted drafts, in order. The scheduler hands them out until the request ends,
-and `settle` then commits exactly as many rows as ids were taken: KDA states by their records,
-latent rows by length, the draft's context from the taps. So a stop id, a stop string or max_tokens
-inside an accepted block leaves what decoding one id at a time leaves.
+one id more than it accepted drafts, in order. A step is up to four calls of `spec_decode.py`:
+replays of graphs on a GPU, the functions themselves on a CPU. What stands of a step is committed
+when the next one is queued, as the device decided. If none is queued, `settle` commits exactly as
+many rows as ids were taken, so a stop string inside a block, or a cancel, leaves in the caches what
+decoding one id at a time leaves. A step that was queued before the host had met the stop string has
+committed the whole block; then the caches are ahead of the reply.
 
-A step without drafts (K = 0: nothing to draft, a grammar that must see every id, drafting that does
-not pay) is an ordinary decode step with the ordinary random number. In strict mode requests are
-drafted and passed one by one, and K is what was asked for.
+A step has Q rows of each request, as the host chooses from what it has read: 1 where nobody may
+draft (a grammar must see every id, drafting rests) or the budget says so, else all K + 1. Where it
+waits for each step anyway, it looks how many rows there are drafts for, and takes as few.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanok3.config import EngineConfig
-from nanok3.loop import Drawn, logprob_of, params_of
-from nanok3.request import Request
-from nanok3.sampling import (
-    Logprobs,
-    SamplingRows,
-    logprobs_of,
-    penalise,
-    probabilities,
-    rows_of,
+from nanok3.decode import ENDED, FLOATS, NOT_FINITE, STOP_WIDTH
+from nanok3.graph import Health, Readback
+from nanok3.loop import (
+    PLACES,
+    Drawn,
+    count_ids,
+    extras,
+    forbid,
+    logprob_of,
+    needs_host,
+    params_of,
 )
-from nanok3.spec.budget import Costs, Fallback, admit, best_budget, survival
-from nanok3.spec.drafter import Drafter
-from nanok3.spec.measure import measure_costs
-from nanok3.spec.propose import Proposal
-from nanok3.spec.target import Passed, Rows, Target
-from nanok3.spec.verify import Rule, verify
-from nanok3.uniform import ACCEPT, NUM_STREAMS, TARGET, uniform
+from nanok3.request import Request
+from nanok3.sampling import Logprobs, SamplingRows, rows_of
+from nanok3.spec.budget import Costs, best_budget
+from nanok3.spec_decode import CERTAIN, DRAFTING, FACTS, SpecState
+from nanok3.spec_steps import SpecSteps
 
 
 @dataclass
@@ -57,325 +60,308 @@ class Acceptance:
         """Tokens a step; 1 where nothing is ever accepted."""
         return self.num_tokens / self.num_steps if self.num_steps else 1.0
 
+    def note(self, length: int, accepted: int, taken: int) -> None:
+        """A step of one request. Of a reply that ended in its block nothing is known past it."""
+        is_cut = taken <= accepted
+        self.num_steps += 1
+        self.num_tokens += taken
+        for j in range(taken if is_cut else length):
+            self.verified[j] += 1
+            self.accepted[j] += j < (taken if is_cut else accepted)
+
 
 @dataclass(frozen=True)
-class _Step:
-    """A step that was queued and is not settled."""
-
-    rows: list[Rows]
-    passed: Passed
-    limits: list[int]  # drafts that each request might use
-    lengths: list[int]  # drafts verified
-    accepted: list[int]
-    ids: Tensor  # [R, Q] i64: accepted drafts, then the next id; -1 past it
-    finite: list[bool]  # of the row that gave the next id
+class _Queued:
+    place: int  # in the readback
+    num_rows: int  # Q
     logprobs: Logprobs | None  # [R * Q, ...]
     gaps: Tensor | None  # [R * Q]
-    before: list[int]  # ids of each request before the step
 
 
-@dataclass
-class _Drafting:
-    """What is remembered of a request from step to step."""
+@dataclass(frozen=True)
+class Step:
+    """What was read of a step, by request."""
 
-    survival: list[float]  # of its last drafts
-    fallback: Fallback
-    num_steps: int = 0  # in which it drafted
+    ids: list[list[int]]  # and what ended them
+    before: list[int]  # ids of each request before it
+    recorded: bool  # states stay as they were until the commit
+    lengths: list[int]  # drafts verified
+    accepted: list[int]
+    stand: list[int]  # rows, as the device has it
+    failure: str | None
 
 
 class SpecLoop:
-    """One batch at a time; the host takes part in every step."""
+    """One batch at a time, with what its steps read and write on the device."""
 
-    runs_ahead = False
-    most_queued = 0  # a step is read before anything else happens
-
-    def __init__(
-        self, target: Target, drafter: Drafter, num_drafts: int, settings: EngineConfig
-    ) -> None:
-        """num_drafts: the most of a request in a step."""
+    def __init__(self, steps: SpecSteps, runs_ahead: bool, health: Health | None = None) -> None:
+        """health: of what the steps run, if it can fail."""
+        self.runs_ahead = runs_ahead
         self.batch: list[Request] = []
-        self.acceptance = Acceptance.empty(num_drafts)
-        self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
-        self._rule: Rule = "standard" if settings.acceptance == "standard" else "block"
-        self._settings = settings
+        self.num_drafts = steps.num_drafts
+        self.acceptance = Acceptance.empty(self.num_drafts)
+        self.target, self.drafter = steps.target, steps.drafter
+        self._steps, self._memory, self._settings = steps, steps.memory, steps.settings
         self._costs: Costs | None = None  # measured where drafts are adaptive
-        self._drafting: dict[Request, _Drafting] = {}
-        self._queued: _Step | None = None
-        self._taken: _Step | None = None
+        self._drafting: dict[Request, dict[str, Any]] = {}  # what each had when last dissolved
+        self._queued: deque[_Queued] = deque()
+        self._read: Step | None = None  # and not settled
+        self._uncommitted: int | None = None  # rows of the last step that was queued
+        self._num_steps = 0
+        self._attended = False
+        self._wide_stops: Tensor | None = None
+        self._readback = Readback(self.state.result, PLACES)
+        self._health = health
+        self._words = Readback(health.words, PLACES) if health else None
+        self._failed = False  # since the last batch began
 
     # ---- as DecodeLoop ----
 
     @property
+    def state(self) -> SpecState:
+        """As the last queued step leaves it."""
+        return self._memory.state
+
+    @property
     def num_queued(self) -> int:
-        return int(self._queued is not None)
+        """Steps whose result is not read."""
+        return len(self._queued)
+
+    @property
+    def most_queued(self) -> int:
+        """Steps that may stay unread while the host does other things."""
+        return 1 if self.runs_ahead and not self._attended else 0
 
     def num_ahead(self, request: Request) -> int:
-        """Nothing is ever queued while the scheduler asks."""
+        """Queued steps that the request has rows in; each gives it one id at least."""
         return self.num_queued if request in self.batch else 0
 
     def compose(self, requests: Sequence[Request]) -> None:
-        assert self._queued is None and not self.batch, "the last batch is not dissolved"
-        self._options = rows_of([params_of(r) for r in requests], "cpu")
-        known, fresh = self._drafting, [1.0] * self.num_drafts
-        self._drafting = {
-            r: known.get(r) or _Drafting(fresh, Fallback(self._settings.break_even))
-            for r in requests
-        }
+        """From now on a step has rows of each of these, which have one pending id each."""
+        assert not self._queued and not self.batch, "the last batch is not dissolved"
         if self._settings.adaptive_drafts and self._costs is None:
-            self._costs = measure_costs(
-                self.target,
-                self.drafter,
-                self._settings.block_size,
-                self._settings.max_num_reqs,
-                self.num_drafts,
-            )
-        self.batch = list(requests)
+            self._costs = self.measure()
+        most = self.num_drafts
+        self._attended = any(needs_host(r) for r in requests)
+        options = rows_of([params_of(r) for r in requests], "cpu")
+        self._size = self._steps.size_for(len(requests))
+        self._options, self._is_greedy = options, bool((options.temperature == 0).all())
+        known, fresh = self._drafting, {**dict.fromkeys(DRAFTING, 0), "survival": [1.0] * most}
+        self._drafting = {r: known.get(r) or fresh for r in requests}
+        self._resting = [self._drafting[r]["resting"] for r in requests]
+        self._survival = [self._drafting[r]["survival"] for r in requests]
+        self._unread = 0  # steps queued since these were so
+        self._fill(requests, options)
+        self._wide_stops = None  # more ids than the state has room for
+        if (width := options.stop_ids.shape[1]) > STOP_WIDTH:
+            padding = torch.full((self._size - len(requests), width), -1)
+            stop_ids = torch.cat([options.stop_ids, padding])
+            self._wide_stops = stop_ids.to(self.state.logits.device)
+        if options.uses_counts:
+            count_ids(requests, self.state.counts, self.state.prompt_seen)
+        self._memory.upload()
+        self.batch = list(requests)  # last, so that an interruption leaves no batch
 
     def dissolve(self) -> None:
-        assert self._queued is None, "the last batch's step is not read"
+        """No batch, so that none of its requests is taken for part of the next one."""
+        assert not self._queued, "the last batch's steps are not read"
+        if self._failed and self._health is not None:
+            self._health.clear()
+            self._failed = False
+        fields, num_reqs = self._memory.mirror.fields, len(self.batch)
+        if num_reqs:
+            columns = [fields[name][:num_reqs].tolist() for name in DRAFTING]
+            for r, *values in zip(self.batch, *columns, strict=True):
+                self._drafting[r] = dict(zip(DRAFTING, values, strict=True))
         self.batch = []
-        self._taken = None  # an interrupted step stays unsettled
+        self._read = self._uncommitted = None  # an interrupted step stays unsettled
 
     def queue(self) -> None:
-        """A step of the batch, computed here and now; `read` gives what it drew."""
+        """One more step of the batch. Nothing here waits, where steps may stay unread."""
+        assert len(self._queued) < PLACES, "a result would be lost"
         for request in self.batch:
             request.in_flight = True
         with torch.inference_mode():
-            self._queued = self._step()
+            queued = self._step()
+            if self._words is not None:  # before the results, whose event then holds for both
+                self._words.copy(queued.place)
+            self._readback.copy(queued.place)
+        self._num_steps += 1
+        self._unread += 1
+        self._queued.append(queued)
         for request in self.batch:
             request.in_flight = False
 
     def read(self) -> list[tuple[Request, Drawn]]:
-        """Each request's ids in order; those of a request that ends at one of them mean nothing."""
-        step = self._queued
-        assert step is not None
-        found = []
-        num_rows = step.ids.shape[1]
-        gaps = None if step.gaps is None else step.gaps.tolist()
-        for i, request in enumerate(self.batch):
+        """Each request's ids of the oldest queued step, in order; waits for that step. Its requests
+        are in flight until the caller has dealt with them; one that was in flight before gets
+        nothing, and what follows a request's end means nothing."""
+        queued = self._queued[0]
+        results: Any = self._readback.read(queued.place)  # the only wait for the device
+        results = results[: len(self.batch)]
+        failure = self._failure(queued)
+        rows = [(i, r) for i, r in enumerate(self.batch) if not r.in_flight]
+        for _, request in rows:
             request.in_flight = True
-            if not step.passed.recorded:
-                request.num_cached += 1
-            for j, token in enumerate(step.ids[i, : step.accepted[i] + 1].tolist()):
-                row = i * num_rows + j
-                finite = step.finite[i] or j < step.accepted[i]
-                top = logprob_of(step.logprobs, row, token, request.params.logprobs)
-                gap = None if gaps is None else gaps[row]
-                found.append((request, Drawn(token, finite, None, False, top, gap)))
-        self._queued, self._taken = None, step
+        self._queued.popleft()
+        most = self.num_drafts
+        facts = [result[most + 1 : -most] for result in results]
+        by_name = dict(zip(FACTS, zip(*facts, strict=True), strict=True))
+        step = Step(
+            ids=[result[: queued.num_rows] for result in results],
+            before=[len(r.ids) for r in self.batch],
+            recorded=queued.num_rows > 1,
+            lengths=list(by_name["lengths"]),
+            accepted=list(by_name["accepted"]),
+            stand=list(by_name["stand"]),
+            failure=failure,
+        )
+        self._read = step
+        self._resting, self._unread = list(by_name["resting"]), len(self._queued)
+        self._survival = [[n / CERTAIN for n in result[-most:]] for result in results]
+        found = []
+        for i, request in rows:
+            has_ended = step.ids[i][0] == ENDED
+            request.num_cached += step.stand[i] if step.recorded else not has_ended
+            found += [(request, drawn) for drawn in self._drawn(queued, step, i)]
         return found
 
     def settle(self) -> None:
-        """Commits what was taken of the last step that was read."""
-        step, self._taken = self._taken, None
+        """After the ids of a step were handed out: commits what was taken of them, unless a later
+        step is queued, which has committed all that the device accepted."""
+        step, self._read = self._read, None
         if step is None:
             return
-        counts = [len(r.ids) - n for r, n in zip(self.batch, step.before, strict=True)]
+        taken = [len(r.ids) - n for r, n in zip(self.batch, step.before, strict=True)]
+        for length, accepted, count in zip(step.lengths, step.accepted, taken, strict=True):
+            if length and count:
+                self.acceptance.note(length, accepted, count)
+        if self._queued or self._uncommitted is None or step.failure is not None:
+            return
         in_flight = [r.in_flight for r in self.batch]
         for request in self.batch:
             request.in_flight = True
-        if step.passed.recorded:
-            self.target.commit(step.rows, counts)
-            for request, count in zip(self.batch, counts, strict=True):
-                request.num_cached += count
-        self._keep(step.passed, counts)
-        self._note(step, counts)
+        with torch.inference_mode():
+            for i, request in enumerate(self.batch):
+                if step.recorded and taken[i] < step.stand[i]:
+                    self.state.stand[i] = taken[i]
+                    request.num_cached -= step.stand[i] - taken[i]
+            self._commit_last()
         for request, was in zip(self.batch, in_flight, strict=True):
             request.in_flight = was
 
     # ---- a step ----
 
-    def _step(self) -> _Step:
-        batch = self.batch
-        limits = self._limits()
-        proposal = self._propose(limits)
-        lengths = [0] * len(batch) if proposal is None else self._lengths(proposal, limits)
-        num_rows = max(lengths) + 1
-        rows = []
-        for i, r in enumerate(batch):
-            assert r.slot is not None and r.num_pending == 1
-            after = [] if proposal is None else proposal.ids[i, : lengths[i]].tolist()
-            rows.append(Rows([r.ids[-1], *after], r.num_cached, r.blocks, r.slot))
-        passed = self.target.run(rows)
-
-        logits = passed.logits.flatten(0, 1)  # [R * Q, V]
-        is_finite = logits.isfinite().all(-1)  # before a grammar writes -inf
-        self._forbid(passed.logits)
-        options = repeated(self._options, num_rows)
-        scores = logits
-        if options.uses_counts:
-            scores = penalise(logits, *self._counts(rows, num_rows), options)
-        law = probabilities(scores, options).masked_fill(~is_finite[:, None], 0.0)
-        vocab = logits.shape[1]
-        law = law.unflatten(0, (-1, num_rows))
-
-        k = num_rows - 1
-        if proposal is None:
-            drafts = torch.zeros(len(batch), 0, dtype=torch.int64)
-            draft_law = law.new_zeros(len(batch), 0, vocab)
+    def _step(self) -> _Queued:
+        state, num_reqs = self.state, len(self.batch)
+        self._commit_last()
+        budget = self._budget()
+        if self._may_draft():
+            state.budget.fill_(budget)
+            self._steps.propose(self._size, self._is_greedy)()
+            num_rows = self._num_rows(budget)
         else:
-            drafts, draft_law = proposal.ids[:, :k], proposal.probabilities[:, :k]
-        seeds = self._options.seeds
-        places = torch.tensor([len(r.ids) for r in batch])  # of the first new id
-        steps = torch.tensor([self._drafting[r].num_steps for r in batch])
-        accept = uniform(
-            seeds[:, None].expand(-1, k),
-            places[:, None] + torch.arange(k),
-            (ACCEPT + NUM_STREAMS * steps)[:, None],
-        )
-        chosen = torch.tensor(lengths)
-        verified = verify(
-            law, draft_law, drafts, chosen, accept, uniform(seeds, places, TARGET), self._rule
-        )
-        accepted = verified.num_accepted
-        index = torch.arange(num_rows)
-        padded = torch.cat([drafts, drafts.new_full((len(batch), 1), -1)], 1)
-        ids = padded.masked_fill(index >= accepted[:, None], -1)
-        ids = ids.scatter(1, accepted[:, None], verified.next_ids[:, None])
-        logprobs, gaps = self._extras(logits, ids.flatten())
-        at_next = is_finite.unflatten(0, (-1, num_rows)).gather(1, accepted[:, None])[:, 0]
-        return _Step(
-            rows=rows,
-            passed=passed,
-            limits=limits,
-            lengths=lengths,
-            accepted=accepted.tolist(),
-            ids=ids,
-            finite=at_next.tolist(),
-            logprobs=logprobs,
-            gaps=gaps,
-            before=[len(r.ids) for r in batch],
-        )
+            state.limits.zero_()
+            state.lengths.zero_()
+            num_rows = 1
+        self._steps.compute(self._size, num_rows)()
+        logits = state.logits[: num_reqs * num_rows]
+        if self._attended:
+            forbid(self.batch, logits, num_rows)
+        self._accept_now(num_rows)
+        self._uncommitted = num_rows
+        logprobs = gaps = None
+        if self._attended:
+            ids = state.result[:num_reqs, :num_rows].flatten()
+            logprobs, gaps = extras(self.batch, logits, ids)
+        return _Queued(self._num_steps % PLACES, num_rows, logprobs, gaps)
 
-    def _propose(self, limits: list[int]) -> Proposal | None:
-        """Drafts for all requests, as many as the one that may use most; None if none may."""
-        most = max(limits)
-        if most == 0:
-            return None
-        groups = [[i] for i in range(len(limits))] if self._settings.strict else [None]
-        parts = [self._propose_for(group, most) for group in groups]
-        if len(parts) == 1:
-            return parts[0]
-        return Proposal(
-            *(
-                torch.cat([getattr(part, name) for part in parts])
-                for name in ("ids", "lengths", "probabilities", "confidence")
+    def _commit_last(self) -> None:
+        if self._uncommitted is not None:
+            self._steps.commit(self._size, self._uncommitted)()
+        self._uncommitted = None
+
+    def _may_draft(self) -> bool:
+        """Whether any request may have drafts, by what is known of it. A rest goes on by a step
+        each, and each step gives one id at least."""
+        for r, resting in zip(self.batch, self._resting, strict=True):
+            left = r.max_tokens - r.num_output - self.num_queued - 1
+            if r.grammar is None and resting <= self._unread and left > 0:
+                return True
+        return False
+
+    def _budget(self) -> int:
+        """Drafts of all requests that are worth a row, by confidences from before them."""
+        num_reqs = len(self.batch)
+        if self._costs is None:
+            return num_reqs * self.num_drafts
+        old = [chance for chances in self._survival for chance in chances]
+        return best_budget(old, num_reqs, num_reqs, self._costs)
+
+    def _num_rows(self, budget: int) -> int:
+        """Q of a step whose drafts are proposed."""
+        most = min(budget, self.num_drafts)
+        if self.most_queued == 0:
+            most = int(self.state.lengths[: len(self.batch)].max())
+        return self._steps.rows_for(most)
+
+    def _accept_now(self, num_rows: int) -> None:
+        options, stop_ids = self._options, self._wide_stops
+        variant = options.uses_sort, options.uses_counts
+        self._steps.accept(self._size, num_rows, *variant, stop_ids)()
+
+    def measure(self) -> Costs:
+        """Of steps on this machine, while there is no batch."""
+        assert not self.batch
+        return self._steps.measure()
+
+    # ---- inside compose and read ----
+
+    def _fill(self, requests: Sequence[Request], options: SamplingRows) -> None:
+        """The mirror's small fields, from the requests as the host knows them."""
+        self._memory.clear()
+        host = self._memory.host
+        for i, r in enumerate(requests):
+            assert r.slot is not None and r.num_pending == 1
+            host["anchors"][i] = r.ids[-1]
+            host["positions"][i] = r.num_cached
+            host["state_slots"][i] = r.slot
+            host["block_table"][i, : len(r.blocks)] = torch.tensor(r.blocks)
+            host["num_output"][i] = r.num_output
+            host["max_output"][i] = r.max_tokens
+            host["most_drafts"][i] = 0 if r.grammar is not None else self.num_drafts
+            for name, value in self._drafting[r].items():
+                host[name][i] = torch.tensor(value)
+        for name in (*FLOATS, "top_k", "seeds", "min_tokens"):
+            host[name][: len(requests)] = getattr(options, name)
+        num_rows, width = options.stop_ids.shape
+        if width <= STOP_WIDTH:
+            host["stop_ids"][:num_rows, :width] = options.stop_ids
+
+    def _drawn(self, queued: _Queued, step: Step, i: int) -> list[Drawn]:
+        """One request's ids, and what ended them; one entry at least."""
+        request, found = self.batch[i], list[Drawn]()
+        gaps = None if queued.gaps is None else queued.gaps.tolist()
+        for j, token in enumerate(step.ids[i]):
+            if token == ENDED and j > 0:
+                break
+            row = i * queued.num_rows + j
+            found.append(
+                Drawn(
+                    max(token, -1),
+                    token != NOT_FINITE,
+                    step.failure,
+                    token == ENDED,
+                    logprob_of(queued.logprobs, row, token, request.params.logprobs),
+                    None if gaps is None else gaps[row],
+                )
             )
-        )
-
-    def _propose_for(self, group: list[int] | None, num_drafts: int) -> Proposal:
-        batch = self.batch if group is None else [self.batch[i] for i in group]
-        options = self._options if group is None else picked(self._options, torch.tensor(group))
-        return self.drafter.propose(
-            [r.ids[-1] for r in batch],
-            [r.num_cached for r in batch],
-            [r.blocks for r in batch],
-            options,
-            [self._drafting[r].num_steps for r in batch],
-            num_drafts,
-        )
-
-    def _limits(self) -> list[int]:
-        """Drafts that each request may use: no id past max_tokens, none past a grammar's eye, none
-        while drafting does not pay."""
-        limits = []
-        for r in self.batch:
-            of = self._drafting[r].fallback
-            most = min(self.num_drafts, r.max_tokens - r.num_output - 1)
-            if not of.wants_drafts():
-                of.skipped()
-                most = 0
-            limits.append(0 if r.grammar is not None else most)
-        return limits
-
-    def _lengths(self, proposal: Proposal, limits: list[int]) -> list[int]:
-        """Drafts of each request that are verified; the budget looks at older confidences."""
-        lengths = torch.minimum(proposal.lengths, torch.tensor(limits))
-        if self._costs is not None:
-            drafting = [self._drafting[r] for r in self.batch]
-            old = [chance for d in drafting for chance in d.survival]
-            budget = best_budget(old, len(self.batch), len(self.batch), self._costs)
-            current = survival(proposal.confidence.double(), lengths)
-            lengths = admit(current, budget)
-            for d, chances in zip(drafting, current.tolist(), strict=True):
-                d.survival = chances
-        found: list[int] = lengths.tolist()
         return found
 
-    def _note(self, step: _Step, counts: list[int]) -> None:
-        """How the drafts fared. Of a reply that ended inside its block nothing is known past it."""
-        seen = self.acceptance
-        for i, r in enumerate(self.batch):
-            if not step.limits[i]:
-                continue
-            self._drafting[r].num_steps += 1
-            self._drafting[r].fallback.record(counts[i])
-            if not step.lengths[i]:
-                continue
-            is_cut = counts[i] <= step.accepted[i]
-            stood = counts[i] if is_cut else step.accepted[i]
-            seen.num_steps += 1
-            seen.num_tokens += counts[i]
-            for j in range(stood if is_cut else step.lengths[i]):
-                seen.verified[j] += 1
-                seen.accepted[j] += j < stood
-
-    def _keep(self, passed: Passed, counts: list[int]) -> None:
-        """The draft's context of the rows that stand."""
-        index = torch.arange(passed.positions.shape[1])
-        stand = index < torch.tensor(counts)[:, None]
-        parts = passed.taps[stand], passed.positions[stand], passed.slots[stand]
-        num_rows = len(parts[0])
-        height = 1 if self._settings.strict else max(num_rows, 1)
-        for begin in range(0, num_rows, height):
-            self.drafter.keep(*(part[begin : begin + height] for part in parts))
-
-    # ---- what single requests ask for ----
-
-    def _forbid(self, logits: Tensor) -> None:
-        """-inf in `logits` [R, Q, V] for what a grammar leaves out; such a request has one row."""
-        for i, request in enumerate(self.batch):
-            mask = request.grammar.mask() if request.grammar is not None else None
-            if mask is not None:
-                logits[i, 0].masked_fill_(~mask, -torch.inf)
-
-    def _counts(self, rows: list[Rows], num_rows: int) -> tuple[Tensor, Tensor]:
-        """How often each id stands in the output before each row, drafts included, and whether it
-        stands in the prompt: [R * Q, V]."""
-        vocab = self.drafter.config.vocab_size
-        counts = torch.zeros(len(rows), num_rows, vocab, dtype=torch.int64)
-        seen = torch.zeros(len(rows), 1, vocab, dtype=torch.bool)
-        for i, (r, part) in enumerate(zip(self.batch, rows, strict=True)):
-            output = torch.tensor(r.ids[r.num_prompt :], dtype=torch.int64)
-            counts[i] = torch.bincount(output, minlength=vocab)
-            for j, draft in enumerate(part.ids[1:], 1):
-                counts[i, j:, draft] += 1
-            seen[i, 0, r.ids[: r.num_prompt]] = True
-        return counts.flatten(0, 1), seen.expand(-1, num_rows, -1).flatten(0, 1)
-
-    def _extras(self, logits: Tensor, ids: Tensor) -> tuple[Logprobs | None, Tensor | None]:
-        """Log-probabilities and gaps of all rows, if any request asks for them."""
-        wanted = [r.params.logprobs for r in self.batch if r.params.logprobs is not None]
-        logprobs = logprobs_of(logits, ids.clamp(min=-1), max(wanted)) if wanted else None
-        gaps = None
-        if any(r.gaps is not None for r in self.batch):
-            best = logits.topk(2).values
-            gaps = best[:, 0] - best[:, 1]
-        return logprobs, gaps
-
-
-TENSORS = (
-    *("temperature", "top_p", "top_k", "min_p", "seeds", "presence", "frequency", "repetition"),
-    *("min_tokens", "stop_ids"),
-)
-
-
-def picked(options: SamplingRows, index: Tensor) -> SamplingRows:
-    return replace(options, **{name: getattr(options, name)[index] for name in TENSORS})
-
-
-def repeated(options: SamplingRows, num_rows: int) -> SamplingRows:
-    """Each request's options for each of its rows."""
-    if num_rows == 1:
-        return options
-    return picked(options, torch.arange(len(options.seeds)).repeat_interleave(num_rows))
+    def _failure(self, queued: _Queued) -> str | None:
+        """Of the step whose results were just read."""
+        if self._words is None or self._health is None:
+            return None
+        failure = self._health.failure(self._words.read(queued.place))
+        self._failed = self._failed or failure is not None
+        return failure

@@ -26,11 +26,13 @@ LIBRARY_BYTES = 32 << 20  # what cuBLAS takes from torch for itself, on Hopper a
 Spaces = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name
 
 
-def decode_spaces(c: ModelConfig, shard: Shard, max_rows: int, sms: int = SMS) -> Spaces:
-    """What ops of several launches pass on."""
+def decode_spaces(
+    c: ModelConfig, shard: Shard, max_rows: int, sms: int = SMS, num_queries: int = 1
+) -> Spaces:
+    """What ops of several launches pass on, for up to `num_queries` rows of each request."""
     heads, rank, top_k = shard.local(c.num_attention_heads), c.kv_lora_rank, c.num_experts_per_token
     bf16, f32, i32 = torch.bfloat16, torch.float32, torch.int32
-    most = (sms + max_rows) * heads  # (split, row, head) of any number of requests
+    most = (sms * num_queries + max_rows) * heads  # (split, row, head) of any number of requests
     return {
         "distinct": ((min(c.num_experts, max_rows * top_k),), i32),
         "num_distinct": ((1,), i32),

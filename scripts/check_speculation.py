@@ -38,10 +38,11 @@ def script(loop: SpecLoop, truth: dict[int, list[int]], is_right: bool) -> None:
     drafter: Any = loop.drafter
     vocab = drafter.config.vocab_size
 
-    def propose(anchors: Any, positions: Any, blocks: Any, options: Any, steps: Any, k: int) -> Any:
+    def propose(
+        anchors: Any, positions: Any, table: Any, options: Any, steps: Any, k: int, all_greedy: bool
+    ) -> Proposal:
         rows = []
-        for table, position in zip(blocks, positions, strict=True):
-            r = next(r for r in loop.batch if r.blocks == table and r.num_cached == position)
+        for r in loop.batch:
             whole = [*truth[hash(tuple(r.ids[: r.num_prompt]))], *[0] * k]
             place = len(r.ids)
             rows.append([t if is_right else (t + 1) % vocab for t in whole[place : place + k]])

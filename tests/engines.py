@@ -20,6 +20,7 @@ from nanok3.request import Request, Result
 from nanok3.runner import DTYPES
 from nanok3.sampling import SamplingParams
 from nanok3.spec.config import draft_config
+from nanok3.spec_loop import SpecLoop
 from nanok3.tokenizer import Tokenizer
 from nanok3.weights import Weights
 
@@ -98,8 +99,10 @@ def check_invariants(engine: Engine) -> None:
         assert len(s.blocks) == m.blocks_for(len(s.token_ids))
     if engine.settings.debug:
         slots = {r.slot for r in running}
-        # Trash is nobody's, but a row that has ended on the device writes there.
-        first = TRASH + engine._runner.loop.runs_ahead
+        # Trash is nobody's, but a row that has ended on the device, or is past a request's drafts,
+        # writes there.
+        loop = engine._runner.loop
+        first = TRASH + (loop.runs_ahead or isinstance(loop, SpecLoop))
         free = [slot for slot in range(first, m.slots.size + 1) if slot not in slots]
         assert m.cache.state[:, free].isnan().all() and m.cache.conv_state[:, free].isnan().all()
         held = {b for r in running for b in r.blocks} | {b for s in m.snapshots for b in s.blocks}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanok3.engine import Engine
 from nanok3.spec.propose import Proposal
@@ -14,24 +15,32 @@ from nanok3.spec.propose import Proposal
 Script = Callable[[list[int], int], list[int]]
 
 
-def script_drafts(engine: Engine, script: Script) -> None:
-    """The engine's drafter proposes what `script` says, each with all of its law on one id."""
+def script_drafts(
+    engine: Engine, script: Script, truth: dict[int, list[int]] | None = None
+) -> None:
+    """The engine's drafter proposes what `script` says, each with all of its law on one id.
+
+    truth: known replies by the first id of a prompt, for an engine that queues a step before the
+    ids of the last one are read."""
     loop: Any = engine._runner.loop
 
     def propose(
-        anchors: Sequence[int], positions: Sequence[int], blocks: Any, options: Any, steps: Any,
-        num_drafts: int,
+        anchors: Tensor, positions: Tensor, table: Tensor, options: Any, steps: Tensor,
+        num_drafts: int, all_greedy: bool,
     ) -> Proposal:  # fmt: skip
         ids = torch.zeros(len(anchors), num_drafts, dtype=torch.int64)
-        lengths = []
-        for i, (anchor, position) in enumerate(zip(anchors, positions, strict=True)):
-            request = next(
-                r for r in loop.batch if r.blocks == blocks[i] and r.num_cached == position
-            )
-            assert request.ids[-1] == anchor and len(request.ids) == position + 1
-            drafts = script(request.ids, num_drafts)[:num_drafts]
+        lengths = [0] * len(anchors)
+        for i, request in enumerate(loop.batch):
+            position = int(positions[i])
+            if int(loop.state.positions[i]) < 0:
+                continue
+            so_far = request.ids
+            if truth is not None:
+                so_far = truth[request.ids[0]][: position + 1]
+            assert so_far[-1] == int(anchors[i]) and len(so_far) == position + 1
+            drafts = script(so_far, num_drafts)[:num_drafts]
             ids[i, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
-            lengths.append(len(drafts))
+            lengths[i] = len(drafts)
         vocab = engine.config.vocab_size
         law = torch.nn.functional.one_hot(ids, vocab).double()
         sure = torch.ones(ids.shape)

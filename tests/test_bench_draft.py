@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from drafts import make_draft, random_draft_fields, tiny_inferact
 from tiny import TINY, make_checkpoint
 
@@ -14,6 +16,7 @@ from nanok3.bench import CheckFailed
 from nanok3.config import EngineConfig
 from nanok3.engine import Engine
 from nanok3.spec.config import draft_config
+from nanok3.spec_decode import SpecState, accept
 from nanok3.spec_loop import SpecLoop
 
 
@@ -51,14 +54,12 @@ def test_report(model_dir: Path, draft_dir: Path) -> None:
 def test_no_figure_for_wrong_values(
     model_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = SpecLoop._step
+    def off_by_one(state: SpecState, *others: Any) -> None:
+        accept(state, *others)
+        ids = state.result[:, : state.num_rows]
+        ids.copy_(torch.where(ids >= 0, (ids + 1) % 512, ids))
 
-    def off_by_one(self: SpecLoop) -> object:
-        out = step(self)
-        out.ids.clamp_(min=-1).add_((out.ids >= 0).long()).remainder_(512)
-        return out
-
-    monkeypatch.setattr(SpecLoop, "_step", off_by_one)
+    monkeypatch.setattr("nanok3.spec_steps.accept", off_by_one)
     with pytest.raises(CheckFailed):
         bench_draft.bench_draft(EngineConfig(num_blocks=200), model_dir, draft_dir, 12, 1, ("a",))
 

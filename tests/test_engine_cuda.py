@@ -252,7 +252,7 @@ def test_replay_is_bitwise_eager(mini: Engine, options: dict[str, Any]) -> None:
     requests = start(mini, **options)
     loop, cache = mini._runner.loop, mini._manager.cache
     memory, block = loop._memory, mini.settings.block_size
-    live = [memory._device, *(getattr(loop.state, n) for n in ("counts", "finite", "result"))]
+    live = [memory.mirror.memory, *(getattr(loop.state, n) for n in ("counts", "finite", "result"))]
     live += [cache.state, cache.conv_state, cache.latent]
     before = [t.clone() for t in live]
 

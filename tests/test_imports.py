@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"config", "weights", "cache", "step", "ops", "reference"},
     "count": {"config", "weight_table", "weights", "cache", "step", "ops", "model"},
     "graph": set(),
-    "decode": {"cache", "sampling", "step"},
+    "mirror": set(),
+    "decode": {"cache", "mirror", "sampling", "step"},
     "loop": {"decode", "graph", "request", "sampling", "step"},
     "workspaces": {"config"},
     "packing": {"config", "weight_table", "weights", "reference", "kernels"},
@@ -60,13 +61,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mega_ranks": {"cache", "comm", "config", "kernels", "mega_ops", "step", "weights"},
     "captured": {
         *("config", "model", "graph", "weights", "cache", "step", "ops", "kernel_ops", "mega_ops"),
+        "reference",
     },
     "device": set(),
     "exits": set(),
     # ranks as processes
     "launch": {"comm", "exits"},
     "lockstep": {"comm", "exits", "request", "sampling"},
-    "join": {"comm", "config", "launch", "lockstep", "plan"},
+    "join": {"comm", "config", "launch", "lockstep", "plan", "spec"},
     # text and ids
     "uniform": set(),
     "sampling": {"uniform"},
@@ -82,25 +84,39 @@ MAY_IMPORT: dict[str, set[str]] = {
     # all of it
     "runner": {
         *("config", "weights", "cache", "step", "ops", "model", "graph", "captured", "decode"),
-        *("loop", "prefill_ops", "sampling", "request", "spec", "spec_loop", "comm"),
+        *("loop", "prefill_ops", "sampling", "request", "comm"),
+        *("spec", "spec_loop", "speculation"),
     },
     "plan": {
         *("config", "weight_table", "packing", "cache", "step", "decode", "workspaces"),
-        *("runner", "device", "mega_sizes", "reference", "spec"),
+        *("runner", "device", "mega_sizes", "spec", "speculation"),
     },
     "cards": set(),
     "capacity": {"config", "cards", "count", "packing", "plan", "spec"},
     "spec": {  # knows no requests
         *("config", "config_check", "config_rules", "checkpoint", "weight_table", "reference"),
-        *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec"),
+        *("sampling", "uniform", "cache", "step", "ops", "model", "weights", "spec", "comm"),
     },
-    "spec_loop": {"config", "loop", "request", "sampling", "uniform", "spec"},
+    "spec_decode": {
+        *("cache", "decode", "mirror", "reference", "sampling", "spec", "step", "uniform"),
+    },
+    "spec_steps": {"cache", "config", "graph", "sampling", "spec", "spec_decode", "step"},
+    "spec_loop": {
+        *("decode", "graph", "loop", "request", "sampling", "spec", "spec_decode", "spec_steps"),
+    },
+    "draft_packing": {"kernels", "packing", "spec"},
+    "draft_ops": {"kernels", "packing", "reference", "spec"},
+    "speculation": {
+        *("cache", "config", "draft_ops", "draft_packing", "graph", "packing", "reference", "step"),
+        "comm",
+        *("spec", "spec_decode", "spec_steps", "spec_loop", "loop", "workspaces"),
+    },
     "scheduler": {"cache", "loop", "request", "reuse", "runner"},
     "engine": {
         *("config", "checkpoint", "device", "plan", "progress", "cache", "runner", "scheduler"),
         *("weight_table", "weights", "packing"),
         *("sampling", "tokenizer", "messages", "chat", "channels", "grammar", "reply", "request"),
-        *("spec", "comm"),
+        *("spec", "speculation", "comm"),
         *("join", "lockstep"),
     },
 }
@@ -113,6 +129,8 @@ OTHERS: dict[str, set[str]] = {
         *("checkpoint", "reference", "dsl", "comm", "kernels", "weights", "cache", "step", "ops"),
         *("model", "count", "graph", "uniform", "sampling", "runner", "engine", "spec"),
         *("device", "captured", "kernel_ops", "prefill_ops", "rank_weights", "decode", "loop"),
+        *("mirror", "spec_decode", "spec_steps", "draft_ops", "draft_packing"),
+        "speculation",
         *("packing", "workspaces", "mega_ops", "bench_layer", "spec_loop"),
         *("weight_table", "random_weights", "grammar"),
         *("join", "launch"),

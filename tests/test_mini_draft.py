@@ -39,15 +39,18 @@ def served(
     loop = engine._runner.loop
     assert isinstance(loop, SpecLoop)
     windows = []
-    note = loop._note
+    settle = loop.settle
 
-    def watched(step: Any, counts: list[int]) -> None:
-        for i, r in enumerate(loop.batch):
-            if step.lengths[i] == loop.num_drafts and counts[i] == step.accepted[i] + 1:
-                windows.append((r, step.before[i] - 1, step.accepted[i]))
-        note(step, counts)
+    def watched() -> None:
+        step = loop._read
+        if step is not None:
+            for i, r in enumerate(loop.batch):
+                taken, accepted = len(r.ids) - step.before[i], step.accepted[i]
+                if step.lengths[i] == loop.num_drafts and taken == accepted + 1:
+                    windows.append((r, step.before[i] - 1, accepted))
+        settle()
 
-    loop._note = watched  # type: ignore[method-assign]
+    loop.settle = watched  # type: ignore[method-assign]
     requests = [
         engine.submit(
             p["messages"],
@@ -94,3 +97,32 @@ def test_served_drafts_stand_where_teacher_forced_ones_do() -> None:
         total += len(mine)
     print(f"{agreed} of {total} windows")
     assert total > 40 and agreed >= 0.97 * total  # two logits may nearly tie
+
+
+def test_a_form_and_logprobs_beside_drafts() -> None:
+    """A request whose form must see every id, one with log-probabilities and one with neither, in
+    one batch: as without drafts, and the others still draft."""
+    wanted: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("What does os.path.join do?", {}, {"response_format": {"type": "json_object"}}),
+        ("What is 47 + 85?", {"logprobs": 2}, {}),
+        ("Hello!", {}, {}),
+    ]
+    results = []
+    for draft in (None, PACKAGED_DRAFT):
+        settings = EngineConfig(max_num_reqs=3, break_even=0.0, num_snapshots=0)
+        engine = Engine.load(PACKAGED_MODEL, draft=draft, settings=settings)
+        requests = [
+            engine.submit(
+                text, engine.sampling(temperature=0.0, max_tokens=24, **o), thinking=False, **more
+            )
+            for text, o, more in wanted
+        ]
+        engine.run(requests)
+        results.append([r.result() for r in requests])
+    loop = engine._runner.loop
+    assert isinstance(loop, SpecLoop) and loop.acceptance.mean_length > 2
+    for found, right in zip(results[1], results[0], strict=True):
+        assert (found.token_ids, found.text) == (right.token_ids, right.text)
+    pairs = zip(results[1][1].logprobs or [], results[0][1].logprobs or [], strict=True)
+    for a, b in pairs:
+        assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, abs=1e-3)

@@ -100,7 +100,7 @@ def test_a_plan_is_what_a_rank_allocates(size: int) -> None:
     second = allocate_buffers(CONFIG, 2, 2, dtype, "cpu", shard)
     memory = StateMemory(7, settings.block_size, second.logits)
     state, v = memory.state, CONFIG.vocab_size
-    small = (memory._device, state.step.logit_rows, state.finite, state.result)
+    small = (memory.mirror.memory, state.step.logit_rows, state.finite, state.result)
     spaces = allocate(decode_spaces(CONFIG, shard, 2), "cpu").values()
     in_all = nbytes_of((*small, state.counts, state.prompt_seen))
     in_all += nbytes_of(without_parts(second).values()) + SAMPLING_BYTES * 2 * v

@@ -16,11 +16,13 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from compare import check_close
+from drafts import make_draft, random_draft_fields, tiny_inferact
 from tiny import make_checkpoint, tiny_config
 
 from nanok3 import cli
@@ -28,6 +30,9 @@ from nanok3.comm.exchange import PeerLost
 from nanok3.config import EngineConfig
 from nanok3.engine import Engine
 from nanok3.exits import INTERRUPTED, LOST
+from nanok3.sampling import SamplingParams
+from nanok3.spec.config import draft_config
+from nanok3.spec_loop import SpecLoop
 
 ROOT = Path(__file__).parent.parent
 MINI = ROOT / "nanok3" / "models" / "k3_mini"
@@ -202,3 +207,27 @@ def test_a_rank_that_stands_still_is_given_up() -> None:
     assert leader.returncode == LOST
     told = r"nanok3: rank 1 (did not answer rank 0 within 6 s|does not answer rank 0)"
     assert re.search(told, leader.communicate()[1].decode())
+
+
+def test_drafts_over_ranks(model: Path, tmp_path: Path) -> None:
+    """Each rank has the draft, but its part of the embedding and of the head."""
+    taps = {"target_num_hidden_layers": 3, "target_layer_ids": [0, 1], "num_target_layers": 2}
+    raw = tiny_inferact(**taps)
+    c = draft_config(raw)
+    draft = make_draft(tmp_path / "draft", raw, c, random_draft_fields(c, 1))
+    settings = EngineConfig(debug=True, block_size=8, num_blocks=60, break_even=0.0)
+    alone = Engine.load(model, dtype="float64", settings=settings, draft=draft)
+    engine = Engine.load(model, dtype="float64", settings=settings, gpus=2, draft=draft)
+    prompts = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7], list(range(40))]
+    params = [SamplingParams(temperature=0.8 * i, seed=i, max_tokens=9 + i) for i in range(3)]
+    results = []
+    for each in (alone, engine):
+        requests = [each.submit(p, o) for p, o in zip(prompts, params, strict=True)]
+        each.run(requests)
+        results.append([r.result().token_ids for r in requests])
+        loop = each._runner.loop
+        assert isinstance(loop, SpecLoop) and loop.acceptance.num_steps > 5
+    assert results[0] == results[1]
+    with pytest.raises(ValueError, match="adaptive_drafts"):
+        adaptive = replace(settings, adaptive_drafts=True)
+        Engine.load(model, settings=adaptive, gpus=2, draft=draft)

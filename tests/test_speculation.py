@@ -8,6 +8,7 @@ caches after every step.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from nanok3.engine import Engine
 from nanok3.request import Request, Result
 from nanok3.sampling import SamplingParams
+from nanok3.spec.budget import Fallback
 from nanok3.spec_loop import SpecLoop
 
 LENGTH = 24
@@ -284,12 +286,11 @@ def test_an_error_ends_one_request_and_its_block(truth: dict[int, list[int]]) ->
     target: Any = loop_of(engine).target
     passed, calls = target.run, []
 
-    def run_broken(rows: Any) -> Any:
-        out = passed(rows)
-        calls.append(len(rows))
+    def run_broken(step: Any) -> None:
+        passed(step)
+        calls.append(step)
         if len(calls) == 2:
-            out.logits[0, 3].fill_(float("nan"))
-        return out
+            target.logits[3].fill_(float("nan"))
 
     target.run = run_broken
     requests = [engine.submit_ids(prompt(n), greedy(LENGTH), None) for n in (1, 2)]
@@ -305,8 +306,9 @@ def test_an_error_ends_one_request_and_its_block(truth: dict[int, list[int]]) ->
 
 
 def test_drafting_rests_where_it_does_not_pay_and_begins_again(
-    truth: dict[int, list[int]],
+    truth: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("nanok3.spec_steps.Fallback", partial(Fallback, window=4, rest=6))
     engine = spec_engine(readable=True, strict=False, break_even=1.5)
     drafted: list[int] = []
 
@@ -315,12 +317,7 @@ def test_drafting_rests_where_it_does_not_pay_and_begins_again(
         return follows(truth, SCRIPTS["wrong"])(ids, num_drafts)
 
     script_drafts(engine, script)
-    loop = loop_of(engine)
     request = engine.submit_ids(prompt(1), greedy(LENGTH), None)
-    engine.step()
-    engine.step()
-    fallback = loop._drafting[request].fallback
-    fallback.window, fallback.rest = 4, 6
     engine.run([request])
     assert request.ids == truth[1]
     places = [at - len(prompt(1)) for at in drafted]

@@ -13,7 +13,7 @@ window of the convolution goes on by the same number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,10 @@ class KDARecords:
         return KDARecords(
             self.qkv[index], self.log_decay[index], self.key[index], self.value[index], self.first
         )
+
+
+# conv_state, state, records, slots [R], counts [R]: those rows of each request stand
+Commit = Callable[[Tensor, Tensor, KDARecords, Tensor, Tensor], None]
 
 
 def apply_rows(state: Tensor, log_decay: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -85,6 +89,28 @@ def commit_ref(
             state[:, slot] = apply_rows(state[:, slot], *rows)
         window = torch.cat([conv_state[:, slot], records.qkv[:, slot, :count]], dim=1)
         conv_state[:, slot] = window[:, count:]
+
+
+def commit_masked(
+    conv_state: Tensor, state: Tensor, records: KDARecords, slots: Tensor, counts: Tensor
+) -> None:
+    """`commit_ref` that folds, for slots [R] and counts [R] on a device: it waits for nothing, and
+    what is recorded of rows that do not stand is never used."""
+    num_rows, taps = records.log_decay.shape[2], conv_state.shape[2]
+    index = torch.arange(num_rows, device=counts.device)
+    falls = (index >= counts[:, None])[..., None, None]  # [R, Q, 1, 1]
+    places = counts[:, None] + torch.arange(taps, device=counts.device)  # [R, taps - 1]
+    for i in range(len(state)):
+        decay = records.log_decay[i][slots].masked_fill(falls, 0.0).exp()  # [R, Q, H, Dk]
+        key = records.key[i][slots].masked_fill(falls, 0.0)
+        value = records.value[i][slots].masked_fill(falls, 0.0)
+        later = decay.flip(1).cumprod(1).flip(1)
+        after = torch.cat([later[:, 1:], torch.ones_like(later[:, :1])], dim=1)
+        added = (key * after).permute(0, 2, 3, 1) @ value.transpose(1, 2)  # [R, H, Dk, Dv]
+        state[i][slots] = state[i][slots] * later[:, 0].unsqueeze(-1) + added
+        window = torch.cat([conv_state[i][slots], records.qkv[i][slots]], dim=1)
+        chosen = places.unsqueeze(-1).expand(-1, -1, window.shape[-1])
+        conv_state[i][slots] = window.gather(1, chosen)
 
 
 def few_rows(rows: KDARows, state: Tensor, lower_bound: float) -> tuple[Tensor, Tensor, Tensor]:

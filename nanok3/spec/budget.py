@@ -4,8 +4,9 @@ Survival of draft j of a request is the product of the confidences up to j. A bu
 for the whole batch admits the B largest survivals, which is a prefix of each request's drafts.
 `best_budget` finds the B with the most tokens a second. It must be given confidences from *before*
 the drafts that B is for: a B that looks at a draft's own confidences tells on the drafts after it,
-and the output's law would shift. `Fallback` turns drafting off where it does not pay, and tries
-again.
+and the output's law would shift. `Fallback` says when drafting rests because it does not pay.
+
+`survival`, `admit` and `note_step` run on the device and wait for nothing.
 """
 
 from __future__ import annotations
@@ -81,20 +82,26 @@ def best_budget(old: Sequence[float], num_reqs: int, other_rows: int, costs: Cos
     return best
 
 
-def admit(current: Tensor, budget: int) -> Tensor:
+def admit(current: Tensor, budget: Tensor | int) -> Tensor:
     """Survivals [R, K] -> how many drafts of each request are verified, `budget` in all.
 
     Of equal survivals earlier places come first, then earlier requests: always prefixes.
     """
-    num_reqs = len(current)
-    order = torch.sort(current.T.flatten(), descending=True, stable=True).indices[:budget]
-    alive = current.T.flatten()[order] > 0
-    return torch.bincount((order % num_reqs)[alive], minlength=num_reqs)
+    chances = current.T.flatten()  # [K * R]
+    order = torch.sort(chances, descending=True, stable=True).indices
+    numbers = torch.arange(len(order), device=order.device)
+    place = torch.empty_like(order).scatter(0, order, numbers)
+    admitted = (place < budget) & (chances > 0)
+    return admitted.unflatten(0, current.T.shape).sum(0)
 
 
-@dataclass
+# ---- rest ----
+
+
+@dataclass(frozen=True)
 class Fallback:
-    """Turns drafting off while the mean of recent steps is below break-even, and tries again.
+    """Turns drafting of a request off while the mean of its recent steps is below break-even, and
+    tries again.
 
     A step with drafts gives 1 + accepted tokens and costs (verify + draft) / plain steps: that
     ratio is `break_even`. After `window` steps below it, drafting rests for `rest` steps, twice as
@@ -105,27 +112,29 @@ class Fallback:
     window: int = 16
     rest: int = 64
     longest_rest: int = 1024
-    mean: float | None = None  # tokens a step, over about the last `window` steps
-    num_steps: int = 0  # with drafts, since drafting last began
-    resting: int = 0  # steps left
-    next_rest: int = 0
 
-    def wants_drafts(self) -> bool:
-        return self.resting == 0
 
-    def record(self, tokens: float) -> None:
-        """Tokens that a step with drafts gave to a request, on average."""
-        self.num_steps += 1
-        weight = 1 / min(self.num_steps, self.window)
-        self.mean = tokens if self.mean is None else self.mean + weight * (tokens - self.mean)
-        if self.num_steps < self.window:
-            return
-        if self.mean >= self.break_even:
-            self.next_rest = 0
-            return
-        self.next_rest = min(2 * self.next_rest or self.rest, self.longest_rest)
-        self.resting, self.num_steps, self.mean = self.next_rest, 0, None
+@dataclass(frozen=True)
+class Rests:
+    """What `Fallback` goes by, of each request."""
 
-    def skipped(self) -> None:
-        """A step without drafts went by."""
-        self.resting = max(0, self.resting - 1)
+    mean: Tensor  # [R] f64, tokens a step, over about the last `window` steps with drafts
+    num_steps: Tensor  # [R] i64, with drafts, since drafting last began
+    resting: Tensor  # [R] i64, steps left without drafts
+    next_rest: Tensor  # [R] i64, how long the last rest was; 0 after success
+
+
+def note_step(rests: Rests, drafted: Tensor, tokens: Tensor, f: Fallback) -> None:
+    """A step went by: tokens [R] for the requests that drafted [R] bool, no drafts for others."""
+    count = rests.num_steps + drafted
+    weight = drafted / count.clamp(1, f.window).double()
+    mean = rests.mean + weight * (tokens - rests.mean)
+    judged = drafted & (count >= f.window)
+    fails = judged & (mean < f.break_even)
+    longer = torch.where(rests.next_rest > 0, 2 * rests.next_rest, f.rest).clamp(max=f.longest_rest)
+    next_rest = torch.where(fails, longer, torch.where(judged, 0, rests.next_rest))
+    left = (rests.resting - (~drafted).long()).clamp(min=0)
+    rests.resting.copy_(torch.where(fails, next_rest, left))
+    rests.next_rest.copy_(next_rest)
+    rests.num_steps.copy_(torch.where(fails, 0, count))
+    rests.mean.copy_(mean.masked_fill(fails, 0.0))

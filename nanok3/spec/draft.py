@@ -13,11 +13,12 @@ layer in the cache; n taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from nanok3.comm.exchange import Exchange
 from nanok3.reference.draft import (
     add_norm_ref,
     confidence_ref,
@@ -26,7 +27,7 @@ from nanok3.reference.draft import (
     silu_up_ref,
 )
 from nanok3.reference.draft_attention import draft_attention_ref, keep_ref
-from nanok3.reference.embed import embed_ref
+from nanok3.reference.embed import EmbedWeights, embed_ref
 from nanok3.reference.linear import linear_ref, lm_head_ref
 from nanok3.spec.config import DraftConfig, GQAShape, MLAShape
 from nanok3.spec.draft_weights import DraftLayer, DraftWeights
@@ -60,6 +61,24 @@ REFERENCE = DraftOps(
     markov=markov_ref,
     confidence=confidence_ref,
 )
+
+
+def between_ranks(ops: DraftOps, exchange: Exchange | None) -> DraftOps:
+    """The reading `ops` of a draft that shares the vocabulary of a target with peers: each rank has
+    its part of the embedding and of the head, and all of the rest. For one without, as it is."""
+    if exchange is None:
+        return ops
+
+    def embed(ids: Tensor, w: EmbedWeights, *, out: Tensor) -> None:
+        ops.embed(ids, w, out=out)
+        exchange.all_reduce(out, out=out)
+
+    def lm_head(x: Tensor, weight: Tensor, rows: Tensor, *, out: Tensor) -> None:
+        part = out.new_empty(len(rows), weight.shape[0])
+        ops.lm_head(x, weight, rows, out=part)
+        exchange.all_gather((part,), out=(out,))
+
+    return replace(ops, embed=embed, lm_head=lm_head)
 
 
 @dataclass(frozen=True)

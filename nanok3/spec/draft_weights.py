@@ -162,20 +162,20 @@ def draft_to_checkpoint(c: DraftConfig, fields: dict[str, Tensor]) -> dict[str, 
     return tensors
 
 
-def rope_table(rope: Rope, dim: int) -> RopeTable:
+def rope_table(rope: Rope, dim: int, device: torch.device) -> RopeTable:
     if rope.factor <= 1:
-        return RopeTable(inverse_frequencies(rope.theta, dim), rope.interleaved)
+        return RopeTable(inverse_frequencies(rope.theta, dim).to(device), rope.interleaved)
     original, betas = rope.original_max_position_embeddings, (rope.beta_fast, rope.beta_slow)
     frequencies = yarn_frequencies(rope.theta, dim, rope.factor, original, *betas)
     scale = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
-    return RopeTable(frequencies, rope.interleaved, scale)
+    return RopeTable(frequencies.to(device), rope.interleaved, scale)
 
 
 def build_draft(
     c: DraftConfig, get: Callable[[str], Tensor], embed: EmbedWeights, lm_head: Tensor
 ) -> DraftWeights:
     """Records over the fields that `get` returns by name; embed and lm_head are the target's."""
-    a, eps = c.attention, c.rms_norm_eps
+    a, eps, device = c.attention, c.rms_norm_eps, get("final_norm").device
 
     def layer(i: int) -> DraftLayer:
         name = f"layers.{i}."
@@ -185,7 +185,7 @@ def build_draft(
                 kv_norm=get(f"{name}kv_norm"),
                 kv_b=get(f"{name}kv_b").unflatten(0, (a.num_heads, -1)),
                 nope_dim=a.qk_nope_head_dim,
-                rope=rope_table(c.rope, a.qk_rope_head_dim),
+                rope=rope_table(c.rope, a.qk_rope_head_dim, device),
                 softmax_scale=a.qk_head_dim**-0.5
                 * yarn_mscale(c.rope.factor, c.rope.mscale_all_dim) ** 2,
                 eps=eps,
@@ -196,7 +196,7 @@ def build_draft(
                 get(f"{name}k_norm"),
                 a.num_heads,
                 a.num_kv_heads,
-                rope_table(c.rope, a.head_dim),
+                rope_table(c.rope, a.head_dim, device),
                 eps,
             )
         is_mla = isinstance(a, MLAShape)

@@ -83,36 +83,41 @@ def propose(
     draft_model.window(c, w, cache, step, buf, ops)
 
     base = buf.logits.unflatten(0, (num_reqs, num_rows))
-    options = untruncated(rows)
-    previous, alive = anchors, torch.ones_like(anchors)
-    before, drawn, laws = [], [], []
+    if not all_greedy:
+        options, stream = untruncated(rows), (DRAFT + NUM_STREAMS * steps)[:, None]
+        chances = uniform(rows.seeds[:, None], places[:, :num_drafts] + 1, stream)  # [R, K]
+    previous, before, drawn, marks, laws = anchors, [], [], [], []
     logits = torch.empty_like(base[:, 0])
-    lengths = torch.zeros_like(anchors)
     for i in range(num_drafts):
+        before.append(previous)
         ops.markov(base[:, i], w.markov, previous, out=logits)
         if all_greedy:
-            top, token = logits.max(-1)  # the first of equals; NaN if any is
-            alive = alive * top.isfinite()
-            law = torch.zeros_like(logits, dtype=torch.float64).scatter(1, token[:, None], 1.0)
+            top, previous = logits.max(-1)  # the first of equals; NaN if any is
+            marks.append(top)
         else:
-            law = probabilities(logits, options)
-            stream = DRAFT + NUM_STREAMS * steps
-            token = draw(law, uniform(rows.seeds, places[:, i] + 1, stream))
-            alive = alive * (token >= 0)
-        lengths = lengths + alive
-        before.append(previous)
-        previous = token.clamp(min=0)
+            laws.append(probabilities(logits, options))
+            token = draw(laws[-1], chances[:, i])
+            previous = token.clamp(min=0)
+            marks.append(token)
         drawn.append(previous)
-        laws.append(law)
+    ids = torch.stack(drawn, 1)
+    if all_greedy:
+        shape = *ids.shape, logits.shape[1]
+        law = torch.zeros(shape, dtype=torch.float64, device=device)
+        law.scatter_(2, ids.unsqueeze(-1), 1.0)
+        is_there = torch.stack(marks, 1).isfinite()
+    else:
+        law = torch.stack(laws, 1)
+        is_there = torch.stack(marks, 1) >= 0
+    lengths = is_there.long().cumprod(1).sum(1)
 
-    used = torch.arange(num_rows, device=device) < num_drafts
-    hidden = buf.x.unflatten(0, (num_reqs, num_rows))[:, used].flatten(0, 1)
+    hidden = buf.x.unflatten(0, (num_reqs, num_rows))[:, :num_drafts].flatten(0, 1)
     confidence = torch.empty_like(base[:, :num_drafts, 0]).flatten()
     features = torch.stack(before, 1).flatten()
     ops.confidence(hidden, w.confidence, w.markov, features, out=confidence)
     return Proposal(
-        torch.stack(drawn, 1),
+        ids,
         lengths,
-        torch.stack(laws, 1),
+        law,
         confidence.view(num_reqs, num_drafts).nan_to_num(0.0),
     )

@@ -15,6 +15,7 @@ from nanok3.reference.kda import KDAWeights, kda_ref
 from nanok3.reference.kda_records import (
     KDARecords,
     allocate_records,
+    commit_masked,
     commit_ref,
     kda_recorded_few,
     kda_recorded_ref,
@@ -132,6 +133,32 @@ def test_folded_rows_stay_close(op: object, lower_bound: float, pieces: list[int
             commit_ref(world.conv_state, world.state, world.records, REQUESTS, counts, fold=True)
             check_equal(world.conv_state, conv_state, "window")
             check_close(world.state, state, limit, "state")
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 2], [8, 3, 4], [5, 6, 7]])
+def test_the_masked_fold_is_the_fold(counts: list[int]) -> None:
+    """Rows that do not stand are NaN; padding stands on the trash slot, twice."""
+    world = World(torch.float64)
+    world.record(kda_recorded_few, [8], together=True)
+    right = world.conv_state.clone(), world.state.clone()
+    commit_ref(*right, world.records, REQUESTS, counts, fold=True)
+    for slot, count in zip(REQUESTS, counts, strict=True):
+        r = world.records
+        for t in (r.qkv, r.log_decay, r.key, r.value):
+            t[:, slot, count:] = float("nan")
+    trash = [0, 0]
+    slots, stand = torch.tensor(REQUESTS + trash), torch.tensor(counts + trash)
+    commit_masked(world.conv_state, world.state, world.records, slots, stand)
+    check_equal(world.conv_state[:, REQUESTS], right[0][:, REQUESTS], "window")
+    check_close(world.state[:, REQUESTS], right[1][:, REQUESTS], 1e-14, "state")
+
+    def meta(t: torch.Tensor) -> torch.Tensor:  # to read a value is an error there
+        return t.to("meta")
+
+    records = KDARecords(
+        *(meta(getattr(world.records, n)) for n in ("qkv", "log_decay", "key", "value"))
+    )
+    commit_masked(meta(world.conv_state), meta(world.state), records, meta(slots), meta(stand))
 
 
 def test_many_folds_do_not_drift() -> None:

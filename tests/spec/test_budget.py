@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from nanok3.spec.budget import CostCurve, Costs, Fallback, admit, best_budget, survival
+from nanok3.spec.budget import (
+    CostCurve,
+    Costs,
+    Fallback,
+    Rests,
+    admit,
+    best_budget,
+    note_step,
+    survival,
+)
 
 
 def test_costs_between_and_past_what_was_measured() -> None:
@@ -54,30 +64,62 @@ def test_admitted_drafts_are_prefixes_and_the_likeliest() -> None:
                 assert kept.min() >= dropped.max()
 
 
+class Resting:
+    """One request's record; `others` beside it must change nothing."""
+
+    def __init__(self, fallback: Fallback, others: int = 1) -> None:
+        self.fallback, self.others = fallback, others
+
+        def ints() -> Tensor:
+            return torch.zeros(1 + others, dtype=torch.int64)
+
+        self.rests = Rests(ints().double(), ints(), ints(), ints())
+
+    def step(self, tokens: float) -> None:
+        """Drafts if it may."""
+        drafted = torch.tensor([self.resting == 0, *[True] * self.others])
+        given = torch.tensor([tokens, *[3] * self.others])
+        note_step(self.rests, drafted, given, self.fallback)
+
+    @property
+    def resting(self) -> int:
+        return int(self.rests.resting[0])
+
+
 def test_drafting_rests_longer_each_time_that_it_fails_at_once() -> None:
-    fallback = Fallback(2.0, window=4, rest=8, longest_rest=20)
+    one = Resting(Fallback(2.0, window=4, rest=8, longest_rest=20))
     rests = []
     for _ in range(4):
         for _ in range(4):
-            assert fallback.wants_drafts()
-            fallback.record(1.0)
-        rests.append(fallback.resting)
-        while not fallback.wants_drafts():
-            fallback.skipped()
+            assert one.resting == 0
+            one.step(1.0)
+        rests.append(one.resting)
+        for left in reversed(range(one.resting)):
+            one.step(1.0)
+            assert one.resting == left
     assert rests == [8, 16, 20, 20]
     for _ in range(30):
-        fallback.record(3.0)
-    assert fallback.wants_drafts() and fallback.mean == pytest.approx(3.0, abs=0.01)
+        one.step(3.0)
+    assert one.resting == 0 and float(one.rests.mean[0]) == pytest.approx(3.0, abs=0.01)
     count = 0
-    while fallback.wants_drafts():
-        fallback.record(1.0)
+    while one.resting == 0:
+        one.step(1.0)
         count += 1
-    assert count < 10 and fallback.resting == 8, "the first rest after success is short again"
+    assert count < 10 and one.resting == 8, "the first rest after success is short again"
+    assert int(one.rests.resting[1]) == 0 and float(one.rests.mean[1]) == 3.0
 
 
 def test_a_good_beginning_is_not_needed() -> None:
     """The mean of the first few steps decides nothing."""
-    fallback = Fallback(1.5, window=8)
+    one = Resting(Fallback(1.5, window=8))
     for tokens in (1, 1, 1, 4, 4, 1, 4, 1):
-        fallback.record(tokens)
-    assert fallback.wants_drafts()
+        one.step(tokens)
+    assert one.resting == 0
+
+
+def test_nothing_reads_a_value() -> None:
+    """On the device "meta" there is none."""
+    chances = torch.rand(3, 4, device="meta")
+    admit(survival(chances, chances[:, 0].long()), torch.tensor(3, device="meta"))
+    numbers = chances[:, 0].long()
+    note_step(Rests(numbers.double(), *[numbers] * 3), numbers > 0, numbers, Fallback(2.0))

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from nanok3 import model
 from nanok3.cache import Cache, allocate_cache
-from nanok3.ops import DECODE, REFERENCE
-from nanok3.spec.target import Rows, Target
-from nanok3.step import Step, allocate_buffers
+from nanok3.ops import DECODE, REFERENCE, VERIFY
+from nanok3.reference.kda_records import KDARecords, allocate_records
+from nanok3.spec.target import Target, commit_on_cpu
+from nanok3.step import Buffers, Step, allocate_buffers
 
 BLOCK, MAX_DRAFTS, NUM_REQS, BLOCKS = 4, 7, 3, 30
 TAPS = (1, 3, 4, 6)  # inside a res_block of 3, at its border, the last that may be
@@ -66,6 +67,37 @@ class Plain:
         return buf.logits[0], buf.taps[0]
 
 
+def poisoned(record: Any) -> Any:
+    for tensor in vars(record).values():
+        if isinstance(tensor, Tensor):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+    return record
+
+
+def step_of(
+    requests: list[list[int]], lengths: list[int], num_rows: int, records: KDARecords
+) -> Step:
+    """Rows past a request's own are padding."""
+    ids, positions, slots = [], [], []
+    for r, own in enumerate(requests):
+        for i in range(num_rows):
+            position = lengths[r] + min(i, len(own) - 1)
+            ids.append(own[i] if i < len(own) else 0)
+            positions.append(position)
+            slot = blocks_of(r)[position // BLOCK] * BLOCK + position % BLOCK
+            slots.append(slot if i < len(own) else -1)
+    return Step(
+        input_ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        block_table=torch.tensor([blocks_of(r) for r in range(NUM_REQS)]),
+        state_slots=torch.arange(NUM_REQS) + 1,
+        logit_rows=torch.arange(len(ids)),
+        block_size=BLOCK,
+        records=records if num_rows > 1 else None,
+    )
+
+
 @pytest.mark.parametrize(
     ("strict", "dtype", "limit"),  # limit 0: the same bits
     [(True, torch.float32, 0.0), (False, torch.float64, 1e-12), (False, torch.float32, 2e-4)],
@@ -81,10 +113,21 @@ def test_drafts_that_stand_leave_what_decoding_leaves(
 
     weights = tiny_weights(TINY, 5, dtype)
     cache, plain = caches(dtype), Plain(weights, dtype)
+    records = poisoned(
+        allocate_records(*cache.state.shape[:2], MAX_DRAFTS + 1, cache.conv_state, cache.state)
+    )
+
+    def forward(step: Step, buf: Buffers) -> None:
+        ops = REFERENCE if strict else DECODE if step.records is None else VERIFY
+        columns = int(step.positions.max()) // BLOCK + 1  # bits depend on how many are read
+        step = replace(step, block_table=step.block_table[:, :columns])
+        model.forward(TINY, weights, cache, step, buf, ops, taps=TAPS)
+
+    most = NUM_REQS * (MAX_DRAFTS + 1)
+    buffers = poisoned(allocate_buffers(TINY, most, most, dtype, "cpu", num_taps=len(TAPS)))
     target = Target(
-        TINY, weights, cache, TAPS, block_size=BLOCK, max_num_reqs=NUM_REQS,
-        max_drafts=MAX_DRAFTS, dtype=dtype, strict=strict, poison=True,
-    )  # fmt: skip
+        forward, buffers, cache, records, commit_on_cpu(strict), strict=strict, on_cpu=True
+    )
     generator = torch.Generator().manual_seed(3)
     truth = torch.randint(0, 256, (NUM_REQS, 100), generator=generator).tolist()
     lengths = [0] * NUM_REQS
@@ -94,19 +137,23 @@ def test_drafts_that_stand_leave_what_decoding_leaves(
             at = lengths[r]
             ids = truth[r][at : at + drafts + 1]
             ids[stand + 1 :] = [(token + 1) % 256 for token in ids[stand + 1 :]]
-            requests.append(Rows(ids, at, blocks_of(r), r + 1))
+            requests.append(ids)
             counts.append(stand + 1)
-        passed = target.run(requests)
+        num_rows = max(len(ids) for ids in requests)
+        step = step_of(requests, lengths, num_rows, records)
+        target.run(step)
+        logits_of_rows = target.logits[: len(step.input_ids)].unflatten(0, (-1, num_rows))
+        taps_of_rows = target.taps[: len(step.input_ids)].unflatten(0, (-1, num_rows))
         right = []
         for r, count in enumerate(counts):
             for i in range(count):
                 logits, taps = plain.feed(r, lengths[r] + i, truth[r][lengths[r] + i])
-                right.append((passed.logits[r, i].clone(), logits, passed.taps[r, i].clone(), taps))
+                right.append((logits_of_rows[r, i], logits, taps_of_rows[r, i], taps))
         for actual, logits, tapped, taps in right:
             same(actual, logits, "logits")
             same(tapped, taps, "taps")
-        if passed.recorded:
-            target.commit(requests, counts)
+        if num_rows > 1:
+            target.commit(step.state_slots, torch.tensor(counts))
         for r, count in enumerate(counts):
             lengths[r] += count
             slot = r + 1
