@@ -18,7 +18,7 @@ from typing import Any
 
 from nanok3.config_check import ConfigError as ConfigError
 from nanok3.config_check import checked_fields
-from nanok3.config_rules import is_int, is_number, show
+from nanok3.config_rules import PROPOSALS, is_int, show
 
 MAX_SLOTS = 2**31 - 1
 MEGA_ROWS = 8  # of a step that is one launch, at most
@@ -214,10 +214,18 @@ WHOLE = Shard(0, 1)
 class GenerationDefaults:
     """What generation_config.json proposes; None, or no id, where it proposes nothing."""
 
-    temperature: float | None = None
+    temperature: float | None = None  # 0 where do_sample is false
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     eos_token_id: tuple[int, ...] = ()  # written as one id or as a list
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What is proposed for sampling, by the names of `SamplingParams`."""
+        values = {name: getattr(self, name) for name in PROPOSALS}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def default_dtype(device: str) -> str:
@@ -352,36 +360,24 @@ def load_generation_defaults(model_dir: Path) -> GenerationDefaults:
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise ConfigError([f"{path}: expected an object, found {show(raw)}"])
-    temperature, top_p, top_k = raw.get("temperature"), raw.get("top_p"), raw.get("top_k")
-    eos = raw.get("eos_token_id")
+    proposed = {name: raw[name] for name in PROPOSALS if raw.get(name) is not None}
+    problems = [
+        f"{name}: expected {PROPOSALS[name].expected}, found {show(value)}"
+        for name, value in proposed.items()
+        if not PROPOSALS[name].accepts(value)
+    ]
+    do_sample, eos = raw.get("do_sample"), raw.get("eos_token_id")
+    if not isinstance(do_sample, bool | None):
+        problems.append(f"do_sample: expected true or false, found {show(do_sample)}")
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    refusals = (
-        (
-            temperature is not None and not (is_number(temperature) and temperature >= 0),
-            f"temperature: expected a number of at least 0, found {show(temperature)}",
-        ),
-        (
-            top_p is not None and not (is_number(top_p) and 0 < top_p <= 1),
-            f"top_p: expected a number above 0 and at most 1, found {show(top_p)}",
-        ),
-        (
-            top_k is not None and not (is_int(top_k) and top_k >= 0),
-            f"top_k: expected an integer of at least 0, found {show(top_k)}",
-        ),
-        (
-            not all(is_int(token) and token >= 0 for token in eos_ids),
-            f"eos_token_id: expected a token id or a list of them, found {show(eos)}",
-        ),
-    )
-    problems = [f"generation_config.json: {reason}" for refused, reason in refusals if refused]
+    if not all(is_int(token) and token >= 0 for token in eos_ids):
+        problems.append(f"eos_token_id: expected a token id or a list of them, found {show(eos)}")
     if problems:
-        raise ConfigError(problems)
-    return GenerationDefaults(
-        temperature=None if temperature is None else float(temperature),
-        top_p=None if top_p is None else float(top_p),
-        top_k=top_k,
-        eos_token_id=tuple(eos_ids),
-    )
+        raise ConfigError([f"generation_config.json: {problem}" for problem in problems])
+    if do_sample is False:
+        proposed["temperature"] = 0
+    values = {name: PROPOSALS[name].convert(value) for name, value in proposed.items()}
+    return GenerationDefaults(**values, eos_token_id=tuple(eos_ids))
 
 
 def read_json(path: Path) -> Any:

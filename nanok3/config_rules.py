@@ -170,12 +170,26 @@ QUANT_IGNORED = frozenset({"ignore", "global_compression_ratio", "version", "con
 QUANT_WEIGHT_IGNORED = frozenset({"observer", "observer_kwargs"})
 QUANT_MAY_LACK = frozenset({"scale_dtype", "quantization_status"})
 
-# What generation_config.json may propose for replies and nobody here takes, with the values that
+# What generation_config.json may propose for sampling.
+PROPOSALS: Mapping[str, Kind] = {
+    "temperature": Kind("a number of at least 0", lambda v: is_number(v) and v >= 0, float),
+    "top_p": Kind("a number above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1, float),
+    "top_k": NATURAL,
+    "min_p": Kind("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1, float),
+    "repetition_penalty": POSITIVE,
+}
+
+# What it may propose for replies and nobody here takes, with the values that
 # change nothing; absent or null changes nothing either.
 NOT_TAKEN: Mapping[str, tuple[object, ...]] = {
-    **{"do_sample": (True,), "repetition_penalty": (1,), "min_p": (0,), "typical_p": (1,)},
-    **{"presence_penalty": (0,), "frequency_penalty": (0,), "epsilon_cutoff": (0,)},
-    **{"eta_cutoff": (0,), "length_penalty": (1,), "num_beams": (1,), "min_length": (0,)},
+    **{"typical_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,)},
+    **{
+        "epsilon_cutoff": (0,),
+        "eta_cutoff": (0,),
+        "length_penalty": (1,),
+        "num_beams": (1,),
+        "min_length": (0,),
+    },
     **{"encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "min_new_tokens": (0,)},
     **dict.fromkeys(("max_new_tokens", "stop_strings", "bad_words_ids", "suppress_tokens"), ()),
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), ()),

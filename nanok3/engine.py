@@ -287,12 +287,7 @@ class Engine:
 
     def sampling(self, **options: Any) -> SamplingParams:
         """SamplingParams from `options`, then generation_config.json, then built-in defaults."""
-        proposed = {
-            name: getattr(self.defaults, name)
-            for name in ("temperature", "top_p", "top_k")
-            if getattr(self.defaults, name) is not None
-        }
-        return SamplingParams(**(proposed | options))
+        return SamplingParams(**(self.defaults.sampling | options))
 
     # ---- requests: the pieces that generate and batch are made of ----
 

@@ -82,8 +82,8 @@ def settings_in_force(engine: Engine, options: Options) -> list[Setting]:
     if options.is_thinking:
         found.append(Setting("effort", options.effort_in_force, said(options.effort is not None)))
     for name, value in asdict(engine.sampling(**options.sampling)).items():
-        proposed = getattr(engine.defaults, name, None) is not None
-        origin = said(name in options.sampling, CHECKPOINT if proposed else BUILT_IN)
+        otherwise = CHECKPOINT if name in engine.defaults.sampling else BUILT_IN
+        origin = said(name in options.sampling, otherwise)
         if name == "max_tokens" and value is None:
             value = DEFAULT_MAX_TOKENS
         if name == "seed" and value is None:

@@ -323,15 +323,16 @@ def test_proposals_that_are_not_taken_are_warnings(spoilt: Path, capsys: Capture
     """Of generation_config.json; those that change nothing are no matter."""
     taken = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "eos_token_id": 258}
     neutral = {"do_sample": True, "min_p": None, "num_beams": 1, "transformers_version": "5"}
+    taken |= {"repetition_penalty": 1.1}
     path = spoilt / "generation_config.json"
-    path.write_text(json.dumps(taken | neutral | {"repetition_penalty": 1}))
+    path.write_text(json.dumps(taken | neutral | {"presence_penalty": 0}))
     _, report = report_of(capsys, "--model", spoilt)
     assert by_name(report)["generation config"]["warnings"] == []
-    path.write_text(json.dumps(taken | {"repetition_penalty": 1.1, "do_sample": False}))
+    path.write_text(json.dumps(taken | {"presence_penalty": 1.1, "num_beams": 4}))
     code, report = report_of(capsys, "--model", spoilt)
     assert code == 0 and by_name(report)["generation config"]["warnings"] == [
-        "generation_config.json: do_sample false is not taken",
-        "generation_config.json: repetition_penalty 1.1 is not taken",
+        "generation_config.json: presence_penalty 1.1 is not taken",
+        "generation_config.json: num_beams 4 is not taken",
     ]
 
 

@@ -324,8 +324,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         ('{"top_k": 50, "eos_token_id": 594}', GenerationDefaults(top_k=50, eos_token_id=(594,))),
         (
             '{"eos_token_id": [594, 593], "do_sample": true}',
-            GenerationDefaults(None, None, None, (594, 593)),
+            GenerationDefaults(eos_token_id=(594, 593)),
         ),
+        (
+            '{"min_p": 0.1, "repetition_penalty": 1.2}',
+            GenerationDefaults(min_p=0.1, repetition_penalty=1.2),
+        ),
+        ('{"temperature": 0.7, "do_sample": false}', GenerationDefaults(temperature=0.0)),
     ],
 )
 def test_generation_defaults(
@@ -337,12 +342,16 @@ def test_generation_defaults(
 
 
 def test_generation_defaults_are_checked(tmp_path: Path) -> None:
-    bad = '{"temperature": -1, "top_p": 0, "top_k": true, "eos_token_id": ["x"]}'
+    bad = (
+        '{"temperature": -1, "top_p": 0, "top_k": true, "min_p": 2, "repetition_penalty": 0, '
+        '"do_sample": 1, "eos_token_id": ["x"]}'
+    )
     (tmp_path / "generation_config.json").write_text(bad)
     with pytest.raises(ConfigError) as caught:
         load_generation_defaults(tmp_path)
     names = [problem.split(": ")[1] for problem in caught.value.problems]
-    assert names == ["temperature", "top_p", "top_k", "eos_token_id"]
+    sampled = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
+    assert names == [*sampled, "do_sample", "eos_token_id"]
 
 
 def test_engine_config_problems() -> None:

@@ -97,14 +97,15 @@ def test_a_proposal_that_is_not_taken_is_told(
     config = model / "generation_config.json"
     before = config.read_text()
     try:
-        config.write_text('{"top_k": 9, "top_p": 0.5, "min_p": 0.1}')
+        config.write_text('{"top_k": 9, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.2}')
         found = generate(model, tmp_path / "b")
     finally:
         config.write_text(before)
     assert found["top_k"] == (9, "generation_config.json")
     assert found["top_p"] == (0.5, "generation_config.json")
-    assert found["min_p"] == (0.0, "built in")
-    assert "generation_config.json: min_p 0.1 is not taken" in capsys.readouterr().err
+    assert found["min_p"] == (0.1, "generation_config.json")
+    assert found["repetition_penalty"] == (1.0, "built in")
+    assert "generation_config.json: typical_p 0.2 is not taken" in capsys.readouterr().err
 
 
 def test_ops_are_in_force(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
