@@ -1,8 +1,8 @@
 """Whether several ranks reply as one process does: greedy, held-out prompts of k3-mini.
 
-    python scripts/check_ranks.py --ranks 2 4 --prompts 50
+    python scripts/check_ranks.py --ranks 2 4 --prompts 50 [--draft nanok3/models/k3_mini_draft]
 
-Replies are cut at --max-tokens. Where one differs, its first difference is told with the gap of the
+With a draft one process decodes without it, so the ranks' drafts are judged too. Replies are cut at --max-tokens. Where one differs, its first difference is told with the gap of the
 best two logits there, in the one process: sums over ranks round otherwise, so a near tie may fall
 the other way. Fails at a difference with a gap of 1e-3 or more. --loose leaves strict mode.
 """
@@ -25,9 +25,11 @@ MODEL_DIR = ROOT / "nanok3" / "models" / "k3_mini"
 NEAR_TIE = 1e-3
 
 
-def replies(gpus: int, num_prompts: int, max_tokens: int, settings: EngineConfig) -> list[Request]:
+def replies(
+    gpus: int, num_prompts: int, max_tokens: int, settings: EngineConfig, draft: Path | None
+) -> list[Request]:
     prompts = json.loads(HELD_OUT.read_text())["prompts"][:num_prompts]
-    engine = Engine.load(MODEL_DIR, settings=settings, gpus=gpus)
+    engine = Engine.load(MODEL_DIR, settings=settings, gpus=gpus, draft=draft)
     start = time.monotonic()
     requests = []
     for prompt in prompts:
@@ -62,13 +64,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--draft", type=Path, default=None)
     parser.add_argument("--loose", action="store_true")
     given = parser.parse_args()
     settings = EngineConfig(strict=not given.loose)
-    right = replies(1, given.prompts, given.max_tokens, settings)
+    count = given.prompts, given.max_tokens, settings
+    right = replies(1, *count, None)
     worst = 0.0
     for gpus in given.ranks:
-        gaps = compare(right, replies(gpus, given.prompts, given.max_tokens, settings))
+        gaps = compare(right, replies(gpus, *count, given.draft))
         print(f"{gpus} ranks: {len(right) - len(gaps)} of {len(right)} the same")
         worst = max([worst, *gaps])
     sys.exit(1 if worst >= NEAR_TIE else 0)
