@@ -2,9 +2,10 @@
 
     python scripts/check_ranks.py --ranks 2 4 --prompts 50 [--draft nanok3/models/k3_mini_draft]
 
-With a draft one process decodes without it, so the ranks' drafts are judged too. Replies are cut at --max-tokens. Where one differs, its first difference is told with the gap of the
-best two logits there, in the one process: sums over ranks round otherwise, so a near tie may fall
-the other way. Fails at a difference with a gap of 1e-3 or more. --loose leaves strict mode.
+With a draft one process decodes without it, so the ranks' drafts are judged too. Replies are cut at
+--max-tokens. Where one differs, its first difference is told with the gap of the best two logits
+there, in the one process: sums over ranks round otherwise, so a near tie may fall the other way.
+Fails at a difference with a gap of 1e-3 or more. --loose leaves strict mode.
 """
 
 from __future__ import annotations
