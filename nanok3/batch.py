@@ -152,6 +152,11 @@ class _Batch:
                 if self._should_stop() and not is_stopping:
                     is_stopping = counts.interrupted = True
                     self._drop_waiting()
+                    if finish_running and self._running:
+                        replies = (
+                            f"{len(self._running)} repl{'y' if len(self._running) == 1 else 'ies'}"
+                        )
+                        status.show(f"finishing {replies}; Ctrl-C again stops at once", last=True)
                 if is_stopping and (not finish_running or not self._running):
                     return
                 if status.is_due:

@@ -36,8 +36,8 @@ from nanok3.exits import DONE, INTERRUPTED, OUTPUT, PIPE, REQUEST, Refused
 def cli() -> None:
     """Kimi K3 on this machine.
 
-    An option goes before what a request says, that before the model's generation_config.json, and
-    that before what is built in.
+    An option overrides what a request says, that what the model's generation_config.json proposes,
+    and that what is built in.
     """
 
 

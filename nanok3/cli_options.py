@@ -61,7 +61,11 @@ COMMON = (
         show_default=True,
         help="Processes that share the model, with --device cpu too.",
     ),
-    click.option("--strict", is_flag=True, help="A reply never depends on its company; slower."),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Every row by itself: a reply never depends on its company; slower.",
+    ),
     click.option(
         "--ops",
         type=click.Choice(["auto", "mega", "chain"]),

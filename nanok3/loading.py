@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from nanok3.checkpoint import CheckpointError
 from nanok3.comm.exchange import PeerLost
@@ -24,6 +27,7 @@ from nanok3.sampling import SamplingParams
 
 LONG_CONTEXT = 32768  # tokens that a single conversation has room for, where the model allows it
 MAX_PROBLEMS = 20
+SMALL_BYTES = 1 << 30  # weights that one thread of a CPU gets through as fast as several
 
 
 def load(options: Options, *, is_single: bool) -> Engine:
@@ -34,6 +38,8 @@ def load(options: Options, *, is_single: bool) -> Engine:
     if advice := too_many(options.device, options.gpus, sys.argv[1:]):
         raise Refused(USAGE, advice)
     with model_refused(options.model_dir):
+        if options.device == "cpu" and options.gpus == 1 and "OMP_NUM_THREADS" not in os.environ:
+            use_one_thread_if_small(options.model_dir)
         engine = Engine.load(
             options.model_dir,
             device=options.device,
@@ -50,6 +56,13 @@ def load(options: Options, *, is_single: bool) -> Engine:
         for setting in settings_in_force(engine, options):
             note(str(setting))
     return engine
+
+
+def use_one_thread_if_small(model_dir: Path) -> None:
+    """Threads of an op wait for each other by spinning: a small model gains nothing by them, and
+    beside other programs it would be many times slower."""
+    if sum(shard.stat().st_size for shard in model_dir.glob("*.safetensors")) < SMALL_BYTES:
+        torch.set_num_threads(1)
 
 
 def proposed_in_vain(model_dir: Path) -> list[str]:

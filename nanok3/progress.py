@@ -59,8 +59,9 @@ class ProgressLine:
             return  # not yet, or over before anything needed to be shown
         rate = done / self._line.seconds
         left = (total - done) / max(rate, 1e-9)
+        unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
         self._line.show(
-            f"{self._label} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, "
-            f"{left:.0f} s left",
+            f"{self._label} {done / size:.1f} of {total / size:.1f} {unit}, {rate / size:.2f} "
+            f"{unit}/s, {left:.0f} s left",
             over,
         )

@@ -56,6 +56,7 @@ MINI = Path(__file__).parent.parent / "nanok3" / "models" / "k3_mini"
 KNOWN_STACK = {
     "mla_decode 3 row tiles": "scalars outside the mma loops, 56 bytes",
     "mega ranks 1 rows": "24 bytes; not looked into",
+    "mega ranks 8 rows": "on sm_103a, 8 bytes; the same",
     "mega virtual ranks": "16 bytes; the same",
     "mini mega 8 rows": "on Blackwell, 32 bytes; not looked into, none at the sizes of K3",
     "TP16 mega recorded": "an address, put away while KDA's rows are read, 8 bytes",

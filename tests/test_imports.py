@@ -135,7 +135,7 @@ OTHERS: dict[str, set[str]] = {
         *("weight_table", "random_weights", "grammar"),
         *("join", "launch"),
         *("commands", "bench", "bench_draft", "batch", "plan", "check_values", "trace"),
-        *("record", "options", "replay"),
+        *("record", "options", "replay", "loading"),
         *("kernel_ranks", "mega_ranks"),
     },
     "tokenizers": {"tokenizer"},

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import make_checkpoint, tiny_config
 
 from nanok3 import cli
 from nanok3.config import EngineConfig
+from nanok3.loading import use_one_thread_if_small
 from nanok3.sampling import SamplingParams
 
 ENGINE_NAMES = {"max_num_reqs": "requests", "max_context": "context"}
@@ -112,3 +114,18 @@ def test_ops_are_in_force(model: Path, capsys: pytest.CaptureFixture[str]) -> No
     command = ["generate", "hi", "--model", model, "--ops", "mega", "--device", "cpu"]
     assert cli.run([str(part) for part in command]) != 0
     assert "ops: mega runs on a GPU only" in capsys.readouterr().err
+
+
+def test_a_small_model_takes_one_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says how many; a large one keeps what torch takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr("nanok3.loading.SMALL_BYTES", 1)
+        use_one_thread_if_small(model)
+        assert torch.get_num_threads() == 2
+        monkeypatch.undo()
+        use_one_thread_if_small(model)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

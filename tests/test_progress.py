@@ -86,4 +86,4 @@ def test_no_time_and_no_bytes_divide_by_nothing(
     clock.now += 1
     line(0, 0)
     line(0, 10)
-    assert "0.0 of 0.0 GB" in screen.getvalue()
+    assert "0.0 of 0.0 MB" in screen.getvalue()

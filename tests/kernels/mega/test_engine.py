@@ -27,6 +27,7 @@ from nanok3.kernels.mega.role import COUNTERS, LIMIT, PROGRAMS
 from nanok3.loop import PLACES
 from nanok3.mega_ops import Mega
 from nanok3.ops import DECODE
+from nanok3.reference.kda_records import commit_masked
 from nanok3.runner import Runner
 from nanok3.sampling import SamplingParams
 from nanok3.step import Buffers, Step
@@ -57,8 +58,8 @@ def serve(
     made: list[Mega] = []
     decodes: list[captured.GpuDecode] = []
 
-    def make(*args: Any) -> Mega:
-        made.append(Mega(*args, limit=limit))
+    def make(*args: Any, **options: Any) -> Mega:
+        made.append(Mega(*args, **options, limit=limit))
         return made[0]
 
     def run(self: Runner, step: Step, buf: Buffers) -> None:
@@ -66,7 +67,8 @@ def serve(
             decodes[0].forward(step, buf)
 
     monkeypatch.setattr(captured, "Mega", make)
-    monkeypatch.setattr(captured, "Kernels", lambda *args: SimpleNamespace(record=lambda: DECODE))
+    chain = SimpleNamespace(record=lambda: DECODE, commit=commit_masked)
+    monkeypatch.setattr(captured, "Kernels", lambda *args, **options: chain)
 
     monkeypatch.setattr(Runner, "_run_on_cpu", run)
     engine = plain_engine(max_num_reqs)
